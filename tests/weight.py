@@ -16,7 +16,9 @@ LIMITS = Path(__file__).with_name("weight.json")
 
 
 def weights() -> dict[str, int]:
-    """Count the lines of code of each package's source, and those of all tests together."""
+    """Count the lines of code of each package's source, and those of all tests together. The keys
+    are those of `weight.json`.
+    """
     found = {f"code of {name}": _code_in(ROOT / "packages" / name / "src") for name in PACKAGES}
     tests = [ROOT / "tests", *(ROOT / "packages" / name / "tests" for name in PACKAGES)]
     return found | {"code of tests": sum(map(_code_in, tests))}
@@ -29,7 +31,12 @@ def limits() -> dict[str, int]:
 
 
 def lines_of_code(text: str) -> int:
-    """Count the lines of Python source that are code."""
+    """Count the lines of Python source that are code: neither blank, nor a comment, a docstring or
+    an import.
+
+    Raises:
+        SyntaxError: `text` is not valid Python.
+    """
     left = {
         number
         for number, line in enumerate(text.splitlines(), 1)
@@ -53,7 +60,9 @@ def _code_in(folder: Path) -> int:
 
 
 def main() -> None:
-    """Print each count with its limit, and lower the limits that are above their counts."""
+    """Print each count with its limit, and lower the limits that are above their counts in
+    `LIMITS`. No limit is raised; a count without a limit gets one.
+    """
     known, here = limits(), weights()
     for what, now in here.items():
         print(f"{what:<24}{now:>8,}  at most {known.get(what, now):>8,}")

@@ -35,7 +35,13 @@ from tests.faults.faults import FAULTS, Fault
 
 
 def seed(fault: Fault) -> None:
-    """Give every function of the fault's module the code that it has with the fault."""
+    """Change the running code of every function of the fault's module that the fault changes. The
+    file itself is not changed.
+
+    Raises:
+        AssertionError: the old text does not occur exactly once in the file, or no function that
+            was imported contains it.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a module may be imported here for the first time
         module = importlib.import_module(".".join(Path(fault.file).with_suffix("").parts))
@@ -54,21 +60,29 @@ def seed(fault: Fault) -> None:
 
 
 def _by_place(code: CodeType) -> list[CodeType]:
-    """The code of the functions of a module and of its classes, in the order of the text."""
+    """Return the code of the functions of a module and of its classes, in the order of the text.
+    Functions inside functions are left out.
+    """
     parts = (part for part in code.co_consts if isinstance(part, CodeType))
     of_parts = ([one] if one.co_flags & CO_OPTIMIZED else _by_place(one) for one in parts)
     return [one for of_part in of_parts for one in of_part]
 
 
 class Judge:
-    """A plugin of pytest: runs what was collected once for each fault, and tells who noticed."""
+    """A plugin of pytest that runs the collected tests once for each fault, and records the faults
+    that a test notices in `noticed`.
+
+    If the tests fail without a fault as well, this is printed, and nothing counts as noticed.
+    """
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults, self.noticed = faults, list[Fault]()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """In a process for each fault; here no test is run."""
+        """Run the tests in a process of its own for each fault, and return True so that pytest runs
+        none in this process.
+        """
         for fault in self.faults:
             if _fails(session, fault):
                 self.noticed.append(fault)
@@ -79,7 +93,12 @@ class Judge:
 
 
 def _fails(session: pytest.Session, fault: Fault | None = None) -> bool:
-    """Whether a test fails in a copy of this process."""
+    """Whether a test fails in a copy of this process in which the fault is seeded; without a fault
+    if it is None.
+
+    Raises:
+        AssertionError: the copy has ended without a result.
+    """
     if not (child := os.fork()):
         try:
             _run(session, fault)
@@ -92,7 +111,9 @@ def _fails(session: pytest.Session, fault: Fault | None = None) -> bool:
 
 
 def _run(session: pytest.Session, fault: Fault | None) -> None:
-    """End with 1 at the first test that fails, or with 0."""
+    """Run all tests with the fault, silently, and end this process: with status 1 at the first test
+    that fails, otherwise with 0.
+    """
     if fault is not None:
         seed(fault)
     for stream in (1, 2):
@@ -105,7 +126,11 @@ def _run(session: pytest.Session, fault: Fault | None) -> None:
 
 
 def judged(suite: Path, faults: Sequence[Fault]) -> list[Fault]:
-    """Which of the faults a suite notices."""
+    """Run a suite with each of the faults, and return the faults that it notices.
+
+    Raises:
+        AssertionError: the tests of the suite cannot be collected.
+    """
     judge = Judge(faults)
     marked = ("-m", "vllm and not slow") if "vllm" in suite.parts else ()
     options = ("-qW", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider")
@@ -116,7 +141,12 @@ def judged(suite: Path, faults: Sequence[Fault]) -> list[Fault]:
 
 
 def table(noticed: Iterable[tuple[Fault, Sequence[str]]]) -> str:
-    """How many faults each suite notices, and how many of them it alone."""
+    """Return a table as text: how many faults each suite notices, and how many of them no other
+    suite notices.
+
+    Args:
+        noticed: the faults, each with the suites that notice it.
+    """
     of_all, alone = Counter[str](), Counter[str]()
     for _, suites in noticed:
         of_all.update(suites)
@@ -127,7 +157,9 @@ def table(noticed: Iterable[tuple[Fault, Sequence[str]]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Seed the chosen faults, say which suites noticed them, and what each suite is worth."""
+    """Seed the faults that the arguments choose, print which suites notice them and a table, and
+    return the exit status: 1 if a fault is noticed by no suite, otherwise 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD")
     parser.add_argument("--by", nargs="+", default=[], metavar="SUITE")

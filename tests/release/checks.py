@@ -1,4 +1,4 @@
-"""What must hold where the package has just been installed."""
+"""Checks of an environment in which the packages have just been installed."""
 
 import sys
 from collections.abc import Sequence
@@ -107,7 +107,12 @@ def require_command_line(here: Environment) -> float:
 
 
 def require_library(here: Environment) -> None:
-    """Raise unless the library comes alone: its public names load no other package of ours."""
+    """Check that the library works alone: loading all of its public names loads no other package of
+    ours.
+
+    Raises:
+        NotReleasableError: another package is loaded, or a name cannot be.
+    """
     code = "import snapkv, sys; [getattr(snapkv, name) for name in snapkv.__all__]; "
     loaded = here.run("python", "-c", code + "print(*sys.modules)").split()
     if others := {"snapkv_app", "snapkv_lab", "snapkv_vllm", "typer", "rich"} & set(loaded):
@@ -115,13 +120,21 @@ def require_library(here: Environment) -> None:
 
 
 def require_answer(here: Environment) -> None:
-    """Raise unless a model of transformers generates from a compressed cache."""
+    """Check that a model of transformers generates from a compressed cache, without a warning.
+
+    Raises:
+        NotReleasableError: it does not, or another number of tokens is kept.
+    """
     if "48 of 200" not in (said := here.run("python", "-W", "error", "-c", _COMPRESSED)):
         raise NotReleasableError(f"CompressedCache: expected 48 of 200 tokens, got {said.strip()}")
 
 
 def require_other_packages(here: Environment) -> None:
-    """Raise unless commands of packages that are not installed say which to install."""
+    """Check that commands of packages that are not installed say which package to install.
+
+    Raises:
+        NotReleasableError: a command says something else.
+    """
     for command, package in (("eval", "snapkv-lab"), ("serve", "snapkv-vllm")):
         said = here.run("snapkv", command, "demo", status=2)
         if f"pip install {package}" not in said:
@@ -131,7 +144,16 @@ def require_other_packages(here: Environment) -> None:
 
 
 def require_commands(here: Environment, smokes: Sequence[Smoke]) -> None:
-    """Every command does what it is for, with the demo model."""
+    """Run commands of the application with the demo model, and check their output.
+
+    Args:
+        here: the environment.
+        smokes: for each command its arguments, a text that its output must contain, and the text of
+            standard input.
+
+    Raises:
+        NotReleasableError: a command fails, or its output does not contain the text.
+    """
     (here.folder / "text.txt").write_text(TEXT, "utf-8")
     for command, wanted, typed in smokes:
         said = here.run(
@@ -142,14 +164,24 @@ def require_commands(here: Environment, smokes: Sequence[Smoke]) -> None:
 
 
 def require_experiments(here: Environment) -> None:
-    """The day with a GPU needs no checkout and no git: a part of it in its small form."""
+    """Check that the experiments for a GPU run without a checkout and without git, by one part of
+    them in its small form.
+
+    Raises:
+        NotReleasableError: the part fails, or prints something else.
+    """
     small = ("-m", "snapkv_lab.experiments", "gpu", "--small", "--part", "reading")
     if "adakv" not in (said := here.run("python", *small)):
         raise NotReleasableError(f"experiments gpu: expected adakv, got {said.strip()!r}")
 
 
 def require_server(here: Environment) -> None:
-    """What is installed serves the demo model over HTTP, and compresses what it is asked."""
+    """Check that the installed plugin serves the demo model over HTTP, and compresses the prompt.
+
+    Raises:
+        NotReleasableError: the server does not start, the answer is wrong, or the number of kept
+            tokens is not plausible.
+    """
     command = [str(here.folder / "bin" / "snapkv"), "serve", "demo", "--budget", "96"]
     own = {"PYTHONPATH": "", "SNAPKV_CACHE_DIR": str(here.folder / "cache")}
     body = {"prompt": f"{TEXT}\n{QUESTION[1]} {QUESTION[3]}", "max_tokens": 4}
@@ -171,7 +203,12 @@ def require_server(here: Environment) -> None:
 
 
 def require_types(here: Environment) -> None:
-    """A project that uses the package is checked by mypy, strictly, against what is installed."""
+    """Check that mypy accepts a project that uses the installed package, and finds a wrong
+    argument.
+
+    Raises:
+        NotReleasableError: mypy finds an error in the project, or none in the wrong call.
+    """
     mypy = [sys.executable, "-m", "mypy", "--config-file", str(EXAMPLE / "mypy.ini")]
     command = [*mypy, "--python-executable", str(here.python)]
     run([*command, str(EXAMPLE / "answer.py")], here.folder)

@@ -1,4 +1,4 @@
-"""Empty environments, and what is installed into them."""
+"""Empty environments, and the packages that are installed into them."""
 
 import os
 import subprocess
@@ -28,11 +28,24 @@ vLLM has an environment of its own."""
 
 
 class NotReleasableError(Exception):
-    """What would be released does not do what it is to do."""
+    """The error that is raised if a check of a release fails."""
 
 
 def build(package: str, folder: Path) -> tuple[Path, Path]:
-    """Wheel and sdist of a package, built from its folder alone."""
+    """Build the wheel and the sdist of a package from its folder alone, and check what the wheel
+    contains.
+
+    Args:
+        package: the name of the package.
+        folder: where both files are written.
+
+    Returns:
+        The path of the wheel and that of the sdist.
+
+    Raises:
+        NotReleasableError: the build fails, the wheel is too large, or its files are not those of
+            the source.
+    """
     home, module = ROOT / "packages" / package, package.replace("-", "_")
     run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], home)
     (wheel,), (sdist,) = folder.glob(f"{module}-*.whl"), folder.glob(f"{module}-*.tar.gz")
@@ -57,7 +70,9 @@ def build(package: str, folder: Path) -> tuple[Path, Path]:
 
 
 def pins(transformers: str | None) -> list[str]:
-    """Those of `constraints.txt`, with another release of transformers where one is asked for."""
+    """Return the lines of `constraints.txt`, in which the release of transformers is replaced
+    unless `transformers` is None.
+    """
     found = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     if transformers is None:
         return found
@@ -72,8 +87,11 @@ class Environment:
     Args:
         python: the Python that makes it.
         folder: where it will be.
-        wheels: a folder that pip finds our packages in.
-        pins: the releases to hold pip to, as `constraints.txt` has them.
+        wheels: a folder in which pip finds our packages.
+        pins: the releases that pip must install, as the lines of `constraints.txt`.
+
+    Raises:
+        NotReleasableError: the environment cannot be made.
     """
 
     def __init__(self, python: str, folder: Path, wheels: Path, pins: Sequence[str]) -> None:
@@ -83,13 +101,30 @@ class Environment:
         self._constraints.write_text("\n".join(pins) + "\n", "utf-8")
 
     def install(self, *what: str) -> None:
-        """Install by pip, with the releases that the tests know."""
+        """Install packages with pip, in the releases that the tests know.
+
+        Args:
+            what: the arguments of ``pip install``.
+
+        Raises:
+            NotReleasableError: pip fails.
+        """
         pip = [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         ours = ["--find-links", str(self._wheels), "-c", str(self._constraints)]
         run([*pip, "--no-compile", *ours, *what], self.folder)
 
     def run(self, *command: str, status: int = 0, typed: str = "") -> str:
-        """What a command of the environment prints; models are converted into the environment."""
+        """Run a command of the environment in its folder, and return its output; see the function
+        `run`. Models are converted into that folder.
+
+        Args:
+            command: the program and its arguments.
+            status: the exit status that is expected.
+            typed: the text of standard input.
+
+        Raises:
+            NotReleasableError: the command ends with another status.
+        """
         program, *arguments = command
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         own = {"SNAPKV_CACHE_DIR": str(self.folder / "cache"), "HF_HUB_OFFLINE": "1"}
@@ -104,7 +139,20 @@ def run(
     status: int = 0,
     typed: str = "",
 ) -> str:
-    """What a command prints."""
+    """Run a command, and return its standard output. If `status` is not 0, its standard error is
+    appended.
+
+    Args:
+        command: the program and its arguments.
+        folder: the working directory.
+        environment: the environment variables; by default those of this process.
+        status: the exit status that is expected.
+        typed: the text of standard input.
+
+    Raises:
+        NotReleasableError: the command ends with another status; the message has the last lines of
+            its output.
+    """
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env=environment, input=typed
     )

@@ -19,7 +19,12 @@ RECORD = Path(__file__).parent / "surface.json"
 
 
 def surface() -> dict[str, dict[str, list[str]]]:
-    """What there is now, by "python" and "commands"."""
+    """Return the public names and commands that there are now.
+
+    Returns:
+        For "python", the parameters of each public name. For "commands", the options of each
+        command, by its full name such as "snapkv ask".
+    """
     packages = (snapkv, snapkv_app)
     names = {name: _parameters(getattr(one, name)) for one in packages for name in one.__all__}
     return {
@@ -29,7 +34,12 @@ def surface() -> dict[str, dict[str, list[str]]]:
 
 
 def missing(promised: dict[str, dict[str, list[str]]], here: dict[str, dict[str, list[str]]]):
-    """What was promised and is gone, one line each."""
+    """Yield a line for each name, parameter and option that was promised and is gone.
+
+    Args:
+        promised: an earlier output of `surface`.
+        here: the output of `surface` now.
+    """
     for kind, names in promised.items():
         for name, parts in names.items():
             if name not in here[kind]:
@@ -39,14 +49,18 @@ def missing(promised: dict[str, dict[str, list[str]]], here: dict[str, dict[str,
 
 
 def _parameters(thing: Any) -> list[str]:
-    """Of what users call; errors and reports are made by the package alone."""
+    """Return the names of the parameters of a function or class. Errors and reports have none,
+    because only the package itself makes them.
+    """
     if isinstance(thing, type) and issubclass(thing, (Exception, dict)):
         return []
     return list(inspect.signature(thing).parameters)
 
 
 def _options(name: str, command: Any) -> Iterator[tuple[str, list[str]]]:
-    """Of a command and those below it; aliases of an option are names of their own."""
+    """Yield the name and the sorted options of a command, and those of the commands below it.
+    Aliases of an option are names of their own.
+    """
     options = (option for option in command.params for option in option.opts)
     yield name, sorted(option for option in options if option.startswith("-"))
     for below, part in getattr(command, "commands", {}).items():

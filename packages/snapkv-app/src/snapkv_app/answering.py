@@ -61,7 +61,7 @@ class Answer:
     token_ids: tuple[int, ...] = ()
 
     def later(self, before_ms: float) -> "Answer":
-        """Return the answer with `before_ms` added to its times, which began too late."""
+        """Return a copy of the answer with `before_ms` added to `first_token_ms` and `total_ms`."""
         first, total = before_ms + self.first_token_ms, before_ms + self.total_ms
         return replace(self, first_token_ms=first, total_ms=total)
 
@@ -71,11 +71,11 @@ class Comparison:
     """The comparison of an answer from a compressed cache with the answer of the full cache."""
 
     same: bool
-    first_difference: int | None  # the position of the first different token
+    first_difference: int | None  # the index of the first different token; None without one
 
     @classmethod
     def of(cls, answer: Answer, full: Answer) -> Self:
-        """Compare two complete answers: they are the same if their texts are."""
+        """Compare two complete answers by their texts, and by their tokens if these differ."""
         if answer.text == full.text:
             return cls(same=True, first_difference=None)
         return cls.of_tokens(answer.token_ids, full.token_ids)
@@ -89,7 +89,7 @@ class Comparison:
 
     @classmethod
     def of_first(cls, answer: Answer, full: Answer, tokens: int) -> Self:
-        """Compare the first `tokens` tokens of two answers."""
+        """Compare the first `tokens` tokens of two answers, whatever their texts are."""
         return cls.of_tokens(answer.token_ids[:tokens], full.token_ids[:tokens])
 
 
@@ -120,10 +120,14 @@ def answer(
         on_text: called with every finished piece of the answer, beginning with `answer_start`.
         on_prompt_end: called at the end of the prompt; must be None if `drafts` is passed.
 
+    Returns:
+        The answer. Its text begins with `answer_start`, and ends before the first stop string.
+
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
-        InvalidArgumentError: the policy cannot compress this prompt, or protected tokens do not fit
-            into the budget.
+        InvalidArgumentError: the policy cannot compress this prompt, or protected tokens do not
+            occur in it or do not fit into the budget.
+        UnsupportedModelError: the model's cache cannot be compressed.
         OutOfMemoryError: the device is full.
     """
     ids = prompt_ids(loaded, prompt, settings)
@@ -164,14 +168,18 @@ def answer_ids(
     Args:
         loaded: the model and its tokenizer.
         ids: (1, T) int64, the prompt.
-        cache: an empty cache, or one that has read the beginning of `ids`.
+        cache: an empty cache, or one that has read the beginning of `ids`; changed in place.
         settings: how the answer is generated.
         answer_start: the text at the end of the prompt that belongs to the answer.
         on_text: called with every finished piece of the answer, beginning with `answer_start`.
-        how: further arguments of `continue_ids`, which also says what is raised.
+        how: further arguments of `continue_ids`.
 
     Returns:
         The answer, and (1, T + new) int64, the prompt and the generated tokens.
+
+    Raises:
+        InvalidArgumentError: the policy cannot compress this prompt, see `continue_ids`.
+        OutOfMemoryError: the device is full.
     """
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
@@ -208,12 +216,13 @@ def _stored_of(cache: CompressedCache, tokens: int) -> float:
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """Return the tokens of a prompt on the model's device: (1, T) int64.
+    """Tokenize a prompt, and return its tokens on the device of the model, (1, T) int64.
 
     If the text is far too long, only its beginning is tokenized before the error is raised.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
+        InvalidArgumentError: the tokenizer turns ordinary words of the text into control tokens.
     """
     if loaded.max_tokens is not None:
         most = MOST_CHARACTERS_PER_TOKEN * loaded.max_tokens
@@ -229,6 +238,8 @@ def require_positions(
     loaded: LoadedModel, prompt_tokens: int, settings: GenerationSettings, about: str = ""
 ) -> None:
     """Raise if a prompt leaves too few positions for the answer.
+
+    A model without a limit of its positions accepts everything.
 
     Args:
         loaded: the model.
@@ -270,13 +281,18 @@ def continue_ids(
 ) -> Tensor:
     """Read a prompt into a cache, and generate the tokens after it.
 
+    The random numbers begin with `settings.seed`; the state of torch's generators is restored
+    afterwards. Whether prompt and answer fit into the positions of the model is not checked.
+
     Args:
         loaded: the model and its tokenizer.
-        ids: (1, T) int64, the prompt.
-        cache: an empty cache, or one that has read the beginning of `ids`.
+        ids: (1, T) int64, the prompt, on the device of the model.
+        cache: an empty cache, or one that has read the beginning of `ids`. Changed in place: it has
+            read all tokens afterwards except the last generated one.
         settings: how tokens are generated.
-        context_tokens: the cache is compressed after this many tokens; None for the whole prompt. A
-            policy that needs a second pass reads these tokens twice.
+        context_tokens: the cache is compressed after this many tokens, which needs an empty cache;
+            None compresses it after the whole prompt. A policy that needs a second pass reads these
+            tokens twice.
         streamer: receives the generated tokens.
         drafts: the method that drafts tokens; None drafts none.
         prefill: how new tokens are read; None reads them exactly, in one pass.
@@ -286,7 +302,8 @@ def continue_ids(
         (1, T + new) int64, the prompt and the generated tokens.
 
     Raises:
-        InvalidArgumentError: the policy needs a second pass, and `context_tokens` is None.
+        InvalidArgumentError: the policy needs a second pass, `context_tokens` is None, and the
+            cache is empty. Or the policy cannot compress this prompt.
         OutOfMemoryError: the device is full.
     """
     model = loaded.model
@@ -315,8 +332,9 @@ def continue_ids(
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
     """Return the keyword arguments of `generate` for these settings.
 
-    They override the generation settings of the checkpoint: they request one sequence, without
-    beams and with a cache, because nothing else can be streamed, measured and reported.
+    They override generation settings of the checkpoint: they request one sequence, without beams
+    and with a cache, because nothing else can be streamed, measured and reported. Others, such as
+    a `top_p` for sampling, stay as the checkpoint has them.
     """
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if settings.temperature:
@@ -336,13 +354,19 @@ def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]
 
 
 def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCriteriaList:
-    """Build stopping criteria for strings, which `generate` cannot pass to a custom method."""
+    """Build stopping criteria for the stop strings of the settings; empty if there are none.
+
+    The option `stop_strings` of `generate` would not reach a custom generation method.
+    """
     stops = list(settings.stop_strings)
     return StoppingCriteriaList([StopStringCriteria(loaded.tokenizer, stops)] if stops else [])
 
 
 def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
-    """Return the tokens that end an answer: the model's own, then those of the settings."""
+    """Return the ids of the tokens that end an answer: the model's own, then the settings'.
+
+    The list is empty if neither has any.
+    """
     ids = model.generation_config.eos_token_id
     own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     return [*own, *settings.stop_token_ids]
@@ -377,7 +401,8 @@ class _Stopwatch(TextStreamer):
     """A streamer that records the time of every token, and passes finished text to a function.
 
     The text begins with `answer_start`, which is passed just before the first token, and ends
-    before the first stop string.
+    before the first stop string. The times begin when the object is created, and can be read after
+    the first token.
     """
 
     def __init__(
@@ -423,6 +448,7 @@ class _Stopwatch(TextStreamer):
 
     @property
     def token_ms(self) -> float | None:
+        """The median time of a later token, or the mean if some came together; None without any."""
         steps = [later - earlier for earlier, later in itertools.pairwise(self._arrivals)]
         if not steps:
             return None
@@ -432,7 +458,11 @@ class _Stopwatch(TextStreamer):
 
 
 def costs(given: Answer) -> dict[str, Any]:
-    """Return the costs of an answer by the names that tables of results use."""
+    """Return the costs of an answer by the names that tables of results use.
+
+    They are numbers of tokens, bytes of the cache, and times in milliseconds. `token_ms` is None if
+    the answer has only one token.
+    """
     return {
         "prompt_tokens": given.prompt_tokens,
         "new_tokens": given.new_tokens,
@@ -457,12 +487,23 @@ def answers_together(
     padded on the left, and every row is compressed separately. The batch runs until its last answer
     has ended.
 
+    Args:
+        loaded: the model and its tokenizer.
+        prompts: at least one prompt. All are compressed at their ends, even if `context_characters`
+            says otherwise.
+        policy: selects the tokens to keep of every prompt.
+        settings: how the answers are generated, greedily.
+        quantize: as for `CompressedCache`.
+
     Returns:
-        The texts of the answers.
+        The texts of the answers, in the order of the prompts. Each begins with the `answer_start`
+        of its prompt and ends before the first stop string.
 
     Raises:
-        InvalidArgumentError: the temperature is not 0, or the policy reads prompts twice.
+        InvalidArgumentError: the temperature is not 0, the policy reads prompts twice, or it cannot
+            compress these prompts.
         PromptTooLongError: a prompt and its answer need more positions than the model has.
+        UnsupportedModelError: the model's cache cannot be compressed.
         OutOfMemoryError: the batch does not fit in the memory of the device.
     """
     if settings.temperature:
@@ -502,6 +543,6 @@ def _left_padded(rows: Sequence[Tensor], pad: int) -> Tensor:
 
 
 def until_end(token_ids: list[int], ends: Sequence[int]) -> tuple[int, ...]:
-    """Return the generated tokens up to and including the first end token."""
+    """Return the generated tokens up to and including the first end token; all if there is none."""
     stops = [place for place, token in enumerate(token_ids) if token in ends]
     return tuple(token_ids[: stops[0] + 1] if stops else token_ids)

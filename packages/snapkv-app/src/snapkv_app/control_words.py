@@ -24,7 +24,8 @@ def control_words(tokenizer: Any) -> dict[str, int]:
     """Return the words that the tokenizer always turns into one control token, with that token.
 
     They are the special tokens, and the added words that the chat template contains, because in
-    some model families the tokens that begin a turn are not special.
+    some model families the tokens that begin a turn are not special. Words of a single character,
+    and added words of letters and digits alone, are left out.
     """
     template = str(tokenizer.chat_template or "")
     return {
@@ -36,7 +37,10 @@ def control_words(tokenizer: Any) -> dict[str, int]:
 
 
 def quoted(tokenizer: Any, content: str) -> str:
-    """Insert a mark into every control word of `content`, as a chat template needs it."""
+    """Insert a mark into every control word of `content`, which `unquoted` removes again.
+
+    Content is passed to a chat template in this form.
+    """
     content = content.replace(_MARK, 2 * _MARK)
     words = [re.escape(word) for word in control_words(tokenizer) if word in content]
     if not words:
@@ -45,7 +49,7 @@ def quoted(tokenizer: Any, content: str) -> str:
 
 
 def unquoted(written: str) -> tuple[str, tuple[int, ...]]:
-    """Remove the marks from a text that contains quoted content.
+    """Remove the marks of `quoted` from a text that contains quoted content.
 
     Returns:
         The text, and the ascending positions of the characters that had a mark before them.
@@ -79,8 +83,8 @@ def tokenized(
         offsets: whether to return where each token begins and ends, which needs a fast tokenizer.
 
     Returns:
-        The tokens; and their offsets, if `offsets` is True, which are (0, 0) for special tokens
-        around the text.
+        The tokens; and their offsets in `text`, which are (0, 0) for special tokens around the
+        text, or an empty list if `offsets` is False.
 
     Raises:
         InvalidArgumentError: the tokenizer turns something that is not a control word into a
@@ -107,12 +111,21 @@ def tokenized(
 
 
 def content_ids(tokenizer: Any, content: str) -> list[int]:
-    """Tokenize content that no chat template writes."""
+    """Tokenize content that no chat template writes; its control words become ordinary tokens.
+
+    No special tokens are put around it.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns other words into control tokens.
+    """
     return tokenized(tokenizer, *unquoted(quoted(tokenizer, content)))[0]
 
 
 def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and after every text."""
+    """Return the tokens that a tokenizer puts before every text, and those that it puts after it.
+
+    Both are empty if that cannot be found out.
+    """
     complete = tokenizer(_SAMPLE)["input_ids"]
     plain = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
     for place in range(len(complete) - len(plain) + 1):
@@ -131,7 +144,7 @@ def _require_as_written(tokenizer: Any, pieces: Sequence[str], ids: Sequence[int
     """Raise if the tokens contain more control tokens than the pieces contain control words.
 
     Raises:
-        InvalidArgumentError: they do.
+        InvalidArgumentError: there are more control tokens.
     """
     written = sum(piece.count(word) for word in control_words(tokenizer) for piece in pieces)
     if control_tokens(tokenizer, ids) > written:

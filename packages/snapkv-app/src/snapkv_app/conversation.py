@@ -60,9 +60,13 @@ class Conversation:
         prefill: how the tokens of every turn are read; None reads them exactly, in one pass.
         quantize: as for `CompressedCache`.
 
+    Attributes:
+        cache: the cache that has read the conversation so far.
+
     Raises:
         InvalidArgumentError: the policy reads prompts twice, or it evicts while generating and
             `recall` is neither None nor "none".
+        UnsupportedModelError: the model's cache cannot be compressed.
     """
 
     def __init__(
@@ -108,7 +112,9 @@ class Conversation:
             on_text: called with every finished piece of the answer.
 
         Raises:
-            InvalidArgumentError: the question is empty, or the policy cannot compress this prompt.
+            InvalidArgumentError: the question is empty, the chat template does not repeat earlier
+                answers, the policy cannot compress this prompt, or the first prompt does not
+                contain the protected texts.
             PromptTooLongError: the conversation and the answer need more positions than the model
                 has.
             OutOfMemoryError: the device is full.
@@ -135,13 +141,19 @@ class Conversation:
         return found
 
     def _with(self, question: str) -> tuple[Tensor, list[SpokenPart], Prompt]:
-        """Append a question to the tokens of the conversation, without changing it.
+        """Append a question to a copy of the conversation's tokens.
 
-        The first question also begins a new cache that keeps the protected tokens.
+        The first question also replaces the empty cache by one that keeps the protected tokens.
 
         Returns:
             (1, T) int64, the tokens of the conversation with the question; the parts of the
-            conversation; and the prompt that contains the new tokens.
+            conversation with the question; and the prompt that contains the new tokens.
+
+        Raises:
+            InvalidArgumentError: the chat template does not repeat earlier answers, or the first
+                prompt does not contain the protected texts.
+            PromptTooLongError: the first prompt and its answer need more positions than the model
+                has.
         """
         tokenizer = self._loaded.tokenizer
         if self._ids is not None:
@@ -167,8 +179,8 @@ class Conversation:
             this has freed.
 
         Raises:
-            InvalidArgumentError: `what` is none of these, nothing of it is left in the cache, or
-                the cache cannot drop tokens.
+            InvalidArgumentError: `what` is none of these, there is no such turn, nothing of the
+                part is left in the cache, or the cache cannot drop tokens.
         """
         seen, before = self.cache.get_seq_length(), self.report()
         spans = [(start, min(stop, seen)) for start, stop in self._spans_of(what) if start < seen]
@@ -191,7 +203,7 @@ class Conversation:
         }
 
     def _spans_of(self, what: str) -> list[Span]:
-        """Return the tokens that `drop` removes for `what`.
+        """Return the spans of tokens that `drop` removes for `what`; empty if there are none.
 
         Raises:
             InvalidArgumentError: `what` is not a part, or there is no turn with that number.
@@ -210,13 +222,25 @@ class Conversation:
         return [part.span for part in turn(self._parts, int(what))]
 
     def _thinking(self, start: int, stop: int) -> list[Span]:
-        """Return the thinking in an answer, which the chat template may have begun before it."""
+        """Return the spans of thinking in an answer, whose mark the chat template may have written.
+
+        Args:
+            start: the position of the first token of the answer in the conversation.
+            stop: the position after its last token.
+        """
         assert self._ids is not None
         start = max(0, start - generation_tokens(self._loaded.tokenizer))
         return thinking(self._loaded.tokenizer, self._ids[0, start:stop].tolist(), start)
 
     def _protect(self, prompt: Prompt) -> None:
-        """Replace the empty cache by one that keeps the protected tokens of the first prompt."""
+        """Replace the empty cache by one that keeps the protected tokens of the first prompt.
+
+        Nothing happens without `protection`.
+
+        Raises:
+            InvalidArgumentError: the prompt does not contain a protected text, or the protected
+                tokens do not fit into the budget.
+        """
         if self._protection is not None:
             policy = self.cache.policy
             model, quantize = self._loaded.model, self._options["quantize"]
@@ -265,6 +289,7 @@ class Conversation:
                 conversation. Any other is ignored, and the file's policy is used.
             recall: where evicted tokens are offloaded from now on: "host" or a folder. None for the
                 host if the conversation was saved with recall, and for no recall if it was not.
+                "none" is only accepted in the second case.
             prefill: how the tokens of every turn are read; None reads them exactly, in one pass.
 
         Raises:
@@ -319,7 +344,10 @@ def joined(
         is_chat: whether a chat template has written `turn`.
 
     Returns:
-        (1, T + new) int64, on the device of `ids`.
+        (1, T + new) int64, on the device of `ids`; a new tensor.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns ordinary words of the turn into control tokens.
     """
     tokenizer, last = loaded.tokenizer, int(ids[0, -1])
     is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))

@@ -48,9 +48,13 @@ def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
     and the first to finish moves it into place. An interrupted conversion leaves no folder behind
     under the final name.
 
+    Args:
+        path: an existing file.
+        dtype: the dtype of the weights in the folder; there is a folder for each.
+
     Returns:
-        The folder for `from_pretrained`, with tensors of `dtype`, and the hexadecimal SHA-256 of
-        the file.
+        The folder for `from_pretrained`, in the cache folder of this package, and the hexadecimal
+        SHA-256 of the file.
 
     Raises:
         InvalidArgumentError: the file is not a complete GGUF file of a known architecture, or the
@@ -70,7 +74,7 @@ def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
 
 
 def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Unpack a GGUF file into `folder`.
+    """Unpack a GGUF file into `folder`, unless another process does so first.
 
     Raises:
         InvalidArgumentError: the file is damaged or of an unknown architecture, or the folder
@@ -95,7 +99,7 @@ def _require_gguf(path: Path) -> None:
     """Raise unless a file begins as a GGUF file does.
 
     Raises:
-        InvalidArgumentError: it does not.
+        InvalidArgumentError: the file begins otherwise.
     """
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))
@@ -110,8 +114,10 @@ def _require_gguf(path: Path) -> None:
 def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Read a model with tensors of `dtype`, and its tokenizer, from a GGUF file.
 
+    The model can be saved as one that was never quantized.
+
     Raises:
-        InvalidArgumentError: the file is damaged, or transformers cannot read it.
+        InvalidArgumentError: the file is damaged or lacks weights, or transformers cannot read it.
     """
     _log.info("converting %s to a folder that opens in a moment; this is done once", path.name)
     try:
@@ -143,7 +149,10 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Set the special tokens that the file's header names; transformers 5.17 mixes them up."""
+    """Set the special tokens of `tokenizer`, in place, to those that the file's header names.
+
+    transformers 5.17 mixes them up. Tokens that the header does not name stay as they are.
+    """
     from gguf import GGUFReader
 
     header = GGUFReader(path).fields
@@ -165,7 +174,13 @@ def _bar_on_terminals() -> Iterator[None]:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write model and tokenizer into `folder`, which appears complete or not at all."""
+    """Write model and tokenizer into `folder`, which appears complete or not at all.
+
+    A folder that another process has written meanwhile is left as it is.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / folder.name

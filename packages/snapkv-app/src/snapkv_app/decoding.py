@@ -95,7 +95,11 @@ def not_text(name: str, data: bytes) -> SnapKVError:
 
 
 def _declared_encoding(data: bytes) -> str:
-    """Return the encoding that a text declares in its markup or by escape sequences, or UTF-8."""
+    """Return the encoding that a text declares in its markup or by escape sequences, or UTF-8.
+
+    Only markup in the first 1,024 bytes counts, if the text begins with `<`. Its encoding is
+    returned as it is written there, so Python may not know it.
+    """
     begun = data[:1024].lstrip()
     if begun[:1] == b"<" and (found := _DECLARED.search(begun)):
         return (found[1] or found[2]).decode("ascii", "replace")

@@ -21,7 +21,7 @@ _MOST_MEMORY = 2**32
 
 
 class DocumentProcess:
-    """A process of Python that reads one document after the other.
+    """A process of Python that reads documents, one after the other.
 
     It is started for the first document. If a document takes too much time or memory, or makes a
     library crash, the process ends, and the next document starts another one. Several threads may
@@ -34,7 +34,7 @@ class DocumentProcess:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the process, if it is running."""
+        """End the process, if it is running; the next `read` starts another one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -81,7 +81,7 @@ class DocumentProcess:
         return (answer["text"], answer["losses"]) if "text" in answer else None
 
     def _started(self) -> "subprocess.Popen[bytes]":
-        """Return the running process; start one if there is none."""
+        """Return the running process; start one if there is none or it has ended."""
         if self._process is None or self._process.poll() is not None:
             # One thread each, because every thread reserves memory.
             own = {"TOKIO_WORKER_THREADS": "1", "RAYON_NUM_THREADS": "1"}
@@ -100,9 +100,15 @@ PROCESS = DocumentProcess()
 
 
 def _asked(process: "subprocess.Popen[bytes]", question: Any, data: bytes) -> dict[str, Any] | None:
-    """Send a request and a document to the process, and return its answer.
+    """Send a request and a document to the process, and wait for its answer.
 
-    None if the process ended before it had answered.
+    Args:
+        process: the process.
+        question: the request, which JSON can represent.
+        data: the content of the document.
+
+    Returns:
+        What `_answer` returned in the process; None if the process ended before it had answered.
     """
     assert process.stdin is not None
     assert process.stdout is not None
@@ -114,7 +120,10 @@ def _asked(process: "subprocess.Popen[bytes]", question: Any, data: bytes) -> di
 
 
 def _serve(most_memory: int) -> None:
-    """Answer requests of `_asked` until standard input ends, with at most `most_memory` bytes."""
+    """Answer requests of `_asked` until standard input ends, with at most `most_memory` bytes.
+
+    From now on, everything that is written to file descriptor 1 goes to standard error.
+    """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # so that the output of a library is not read as an answer
     sys.setrecursionlimit(10_000)  # for pages with deeply nested tags
@@ -127,9 +136,11 @@ def _serve(most_memory: int) -> None:
 
 
 def _answer(form: str, name: str, data: bytes, most: int) -> dict[str, Any]:
-    """Return the answer for one document: its text, an "error", or a "missing" package.
+    """Return the answer for one document, which JSON can represent.
 
-    Empty if the text has more than `most` bytes.
+    Returns:
+        "text" and "losses"; or "error", a message; or "missing", the name of a package that is not
+        installed. Empty if the text has more than `most` bytes in UTF-8.
     """
     from snapkv_app.documents import read_document
 
@@ -144,7 +155,10 @@ def _answer(form: str, name: str, data: bytes, most: int) -> dict[str, Any]:
 
 
 def _limit_resources(most_memory: int) -> None:
-    """Limit the memory of this process, and prevent it from writing files."""
+    """Limit the memory of this process, and prevent it from writing files.
+
+    On Windows nothing is limited.
+    """
     try:
         import resource  # not on Windows
     except ImportError:

@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
 
 def read_document(form: str, name: str, data: bytes) -> Reading:
-    """Read a document.
+    """Read a document; the text of any but a PDF may be empty.
 
     Args:
         form: a key of `READERS`, or the MIME type of an Office document.
@@ -45,7 +45,7 @@ def read_document(form: str, name: str, data: bytes) -> Reading:
         data: the content of the file.
 
     Raises:
-        DocumentError: the document is damaged or encrypted, or has no text.
+        DocumentError: the document is damaged or encrypted, or is a PDF without text.
         ModuleNotFoundError: the library that reads this form is not installed.
     """
     reader = READERS.get(form)
@@ -305,7 +305,11 @@ def _parts_of(cell: dict[str, Any]) -> Iterator[str | list[str]]:
 
 
 def _read_epub(name: str, data: bytes) -> Reading:
-    """Read the chapters of an EPUB book in their order."""
+    """Read the chapters of an EPUB book in their order, with an empty line between two of them.
+
+    Raises:
+        DocumentError: a chapter is not text. Other damage raises whatever the libraries raise.
+    """
     from lxml import etree
 
     with zipfile.ZipFile(BytesIO(data)) as book:

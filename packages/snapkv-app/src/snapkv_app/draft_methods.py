@@ -27,14 +27,19 @@ class DraftMethod:
 
         Args:
             new_tokens: the number of generated tokens.
-            passes: the number of forward passes.
+            passes: the number of forward passes; at least 1.
+
+        Returns:
+            "method", "passes", and "acceptance_length", which is tokens per pass.
         """
         share = new_tokens / passes
         return {"method": self.name, "passes": passes, "acceptance_length": share}
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:
-    """Build the method that drafts the tokens that follow the same words in the prompt.
+    """Build the method that drafts by copying from the text so far.
+
+    If the last tokens occur earlier in the text, it drafts the tokens that follow them there.
 
     Args:
         tokens: the number of tokens to draft for each pass.
@@ -52,7 +57,7 @@ def prompt_lookup(tokens: int) -> DraftMethod:
 
 
 def assistant(loaded: LoadedModel, other: LoadedModel) -> DraftMethod:
-    """Build the method that drafts with a smaller model.
+    """Build the method that drafts with a smaller model, which is not checked to be smaller.
 
     If the models have different vocabularies, the drafts are exchanged as text.
 

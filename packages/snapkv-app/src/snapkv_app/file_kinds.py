@@ -93,8 +93,8 @@ def kind_of(data: bytes, suffix: str = "") -> FileKind | None:
 
     Args:
         data: the content of the file.
-        suffix: the suffix of its name, which decides about a ZIP archive that does not contain the
-            usual names of a document.
+        suffix: the suffix of its name in lower case with its dot, which decides about a ZIP archive
+            that does not contain the usual names of a document; ignored for other files.
     """
     for start, letters, kind in _BEGINNINGS:
         if data.startswith(letters, start):

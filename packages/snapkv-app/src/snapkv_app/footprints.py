@@ -38,7 +38,8 @@ def find_footprint(
         ModelNotFoundError: there is no file, folder or model on the hub with that name.
         InvalidArgumentError: `config.json` is damaged, or `revision` is passed with something else
             than a hub id.
-        UnsupportedModelError: the sizes of the model's family are not known.
+        UnsupportedModelError: the sizes of the model's family are not known, or the dtype is not.
+        MissingDependencyError: a package that the model needs is not installed.
     """
     shape = None if revision else _DEMO_SHAPE if name == "demo" else shape_of(name)
     if shape is not None:
@@ -82,6 +83,9 @@ def _checkpoint_bytes(folder: Path) -> int | None:
     """Return the bytes of the tensors that transformers loads from a folder.
 
     None if the folder has no safetensors files or their index has no total size.
+
+    Raises:
+        InvalidArgumentError: the index cannot be read, or is not a JSON object.
     """
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():

@@ -25,10 +25,11 @@ class Found:
     """The result of `find`.
 
     Attributes:
-        texts: the texts of the sources.
-        failed: the sources that cannot be read, with the reasons.
+        texts: the texts of the sources, in their order.
+        failed: the error message for every source that cannot be read.
         gone: the documents of the library whose files were deleted.
-        notices: a line for every skipped file.
+        notices: a line for every file that was skipped, read only in part, or not read although
+            the library has it.
     """
 
     texts: list[Text] = field(default_factory=list)
@@ -41,7 +42,8 @@ def find(sources: Sequence[str], library: Library) -> Found:
     """Read every source as `text_files.read` does, and find documents whose files were deleted.
 
     A source that cannot be read is listed in the result, and the others are still read. The folder
-    of the library is skipped.
+    of the library is skipped. Deleted files are only noticed if they were in one of the sources.
+    The library is not changed.
 
     Args:
         sources: files, folders, or "-" for standard input.
@@ -76,7 +78,8 @@ def find(sources: Sequence[str], library: Library) -> Found:
 def path_of_source(source: str) -> str:
     """Return the path of the file of a document, from the source that is stored with it.
 
-    Bytes that are not UTF-8 are escaped in `source`, and restored in the path.
+    Bytes that are not UTF-8 are escaped in `source`, and restored in the path, unless a file has
+    the escaped name.
     """
     if os.path.lexists(source):
         return source
@@ -91,7 +94,7 @@ def _byte(escaped: re.Match[bytes]) -> bytes:
 
 
 def _has_text(file: str) -> bool:
-    """Return whether a file exists and is not empty, as far as the system lets us know."""
+    """Return whether a file exists and is not empty; True if its size cannot be determined."""
     try:
         return os.stat(file).st_size > 0
     except OSError:
@@ -139,13 +142,14 @@ def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) 
 
     Args:
         library: the library.
-        hits: the documents.
-        is_allowed: whether files may have changed.
+        hits: the documents. Those that were not read from a file count as unchanged.
+        is_allowed: whether files may have changed; otherwise a change is an error.
 
     Returns:
         A line for each document whose file has changed, is missing or cannot be read.
 
     Raises:
+        MissingDependencyError: a file must be read, and its library is not installed.
         LibraryError: there is such a document and `is_allowed` is False, or a document was removed
             after the search.
     """
@@ -166,7 +170,13 @@ def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) 
 
 
 def _change(record: Record) -> str | None:
-    """Return a clause about the change of a document's file; None if its text is unchanged."""
+    """Return a clause about the change of a document's file; None if its text is unchanged.
+
+    The file is only read if its size or times differ from those that are stored.
+
+    Raises:
+        MissingDependencyError: the library that reads the file is not installed.
+    """
     if record.source is None:
         return None
     path = path_of_source(record.source)

@@ -40,13 +40,14 @@ def log_likelihoods(
 ) -> Iterator[tuple[float, bool]]:
     """Compute the log-probability of every continuation after a compressed context.
 
-    The context is read one time. As in an answer, the first token is predicted from the complete
-    context, and the later ones from the tokens that the policy keeps.
+    The context is read one time, when the first result is requested. As in an answer, the first
+    token is predicted from the complete context, and the later ones from the tokens that the policy
+    keeps.
 
     Args:
         loaded: the model.
-        context: (1, T) int64, T at least 1.
-        continuations: each (1, C) int64, C at least 1.
+        context: (1, T) int64, T at least 1, on the device of the model.
+        continuations: each (1, C) int64, C at least 1, on the device of the model.
         policy: selects the tokens of the context to keep.
         batch_size: the number of continuations that are read in one pass, each after a copy of the
             compressed context. If the policy evicts while generating, each continuation is read
@@ -54,11 +55,12 @@ def log_likelihoods(
         quantize: as for `CompressedCache`; None stores keys and values unquantized.
 
     Yields:
-        For each continuation, the sum of the log-probabilities of its tokens, and whether greedy
-        decoding would generate exactly these tokens.
+        For each continuation in order, the sum of the natural logarithms of its tokens'
+        probabilities, and whether greedy decoding would generate exactly these tokens.
 
     Raises:
         InvalidArgumentError: the policy cannot compress this context.
+        UnsupportedModelError: the model's cache cannot be compressed.
         OutOfMemoryError: the device is full.
     """
     model, policy = loaded.model, loaded.completed(policy)
@@ -79,7 +81,7 @@ def _together(
 ) -> list[tuple[float, bool]]:
     """Compute the results of `log_likelihoods` for several continuations in one padded batch.
 
-    Changes the cache of `end` in place, so the caller must pass a branch.
+    Changes the cache of `end` in place, so the caller must pass a branch, which has one row.
     """
     lengths = [continuation.shape[1] for continuation in continuations]
     rows = pad_sequence([one[0] for one in continuations], batch_first=True)
@@ -102,11 +104,11 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
     Args:
         model: the model.
         end: the end of the prompt, with B rows.
-        continuation: (B, C) int64, the tokens after the prompt.
+        continuation: (B, C) int64, the tokens after the prompt; C at least 1.
 
     Returns:
-        (B, C) float32, the log-probabilities, and (B, C) bool, whether each token is the most
-        likely.
+        (B, C) float32, the natural logarithms of the probabilities, and (B, C) bool, whether each
+        token is the most likely one.
     """
     cache, following = end.cache, continuation.shape[1] - 1
     # Eviction while generating depends on the steps.
@@ -150,6 +152,9 @@ class References:
         A space is inserted before an answer, unless the prompt ends in whitespace or in a control
         token, or the answer begins with whitespace. If an answer would change the last tokens of
         the prompt, it is tokenized alone. The caller must not pass an empty answer.
+
+        Raises:
+            InvalidArgumentError: the tokenizer turns ordinary words of a text into control tokens.
         """
         tokenizer = loaded.tokenizer
         before: list[int] = prompt.encoded(tokenizer)[0]
@@ -168,9 +173,11 @@ class References:
     def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
         """Compute the mean negative log-likelihood of the most likely reference.
 
+        There must be at least one reference. The cache of `end` is not changed.
+
         Returns:
-            The loss in nats per token; None if a reference has no token, does not fit into the
-            model's positions, or has an infinite loss.
+            The smallest loss in nats per token; None if any reference has no token, does not fit
+            into the model's positions, or has a loss that is not finite.
 
         Raises:
             OutOfMemoryError: the device is full.

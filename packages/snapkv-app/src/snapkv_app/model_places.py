@@ -46,7 +46,14 @@ class ModelPlace:
 
 
 def not_found(got: str, remedy: str, expected: str = _ANY, argument: str = "model") -> SnapKVError:
-    """Build the `ModelNotFoundError` for a name without a model, as `wrong` does."""
+    """Build the `ModelNotFoundError` for a name without a model; the caller must raise it.
+
+    Args:
+        got: what was passed instead.
+        remedy: a sentence that says what to do, without a full stop.
+        expected: what `argument` may be.
+        argument: the name of the argument.
+    """
     return wrong(argument, f"expected {expected}, got {got}", remedy, ModelNotFoundError)
 
 
@@ -59,7 +66,7 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
         argument: the argument's name, for errors.
 
     Returns:
-        The path; None for a hub id.
+        The path; None for a hub id. Whether the hub has a model with that id is not checked.
 
     Raises:
         ModelNotFoundError: the name is empty, is the path of a missing file, of a file that is not
@@ -95,7 +102,8 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
 def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> ModelPlace:
     """Return the place from which `from_pretrained` can load a model.
 
-    The demo model and GGUF files are converted into a folder the first time.
+    The demo model and GGUF files are converted into a folder the first time. Whether the hub has a
+    model is not checked.
 
     Args:
         name: "demo", a GGUF file, a folder or a hub id.
@@ -135,7 +143,8 @@ def hub_options(
 
     Raises:
         InvalidArgumentError: `revision` is passed for a model that is not on the hub.
-        ModelNotFoundError: the model is not on this machine, and the hub does not answer.
+        ModelNotFoundError: the model is not in the hub's cache, and the hub does not answer or this
+            process is offline. If the hub answers that there is no such model, nothing is raised.
     """
     name, options = source.place, {"revision": revision}
     if revision and not source.on_hub:
@@ -159,7 +168,10 @@ def hub_options(
 
 
 def _is_cached(name: str, revision: str | None) -> bool:
-    """Return whether a model's configuration is in the hub's cache on this machine."""
+    """Return whether a model's configuration is in the hub's cache on this machine.
+
+    False for a name that cannot be a hub id. None for `revision` means the branch main.
+    """
     try:
         return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
     except HFValidationError:
@@ -167,14 +179,17 @@ def _is_cached(name: str, revision: str | None) -> bool:
 
 
 def _is_reachable(name: str, revision: str | None) -> bool:
-    """Return whether the hub answers within `_TIMEOUT_SECONDS`; always False if offline."""
+    """Return whether the hub answers within `_TIMEOUT_SECONDS`; always False if offline.
+
+    That there is no such model, or that it may not be read, is an answer, too.
+    """
     if constants.HF_HUB_OFFLINE:
         return False
     url = hf_hub_url(name, "config.json", revision=revision)
     try:
         get_hf_file_metadata(url, timeout=_TIMEOUT_SECONDS)
     except HfHubHTTPError:
-        return True  # that there is no such model, or that it may not be read, is an answer
+        return True
     except Exception:  # whichever errors the HTTP client of this release has
         return False
     return True
@@ -182,6 +197,8 @@ def _is_reachable(name: str, revision: str | None) -> bool:
 
 def config_file(name: str, revision: str | None = None) -> Path | None:
     """Return the `config.json` of a model whose files are on this machine.
+
+    "demo" is converted into a folder first, see `locate`.
 
     Returns:
         The file in a folder or in the hub's cache; None for a GGUF file, and for a model of the hub
@@ -191,6 +208,7 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
         ModelNotFoundError: there is no file or folder with that name, or the model cannot be
             downloaded.
         InvalidArgumentError: `revision` is passed with something else than a hub id.
+        MissingDependencyError: the demo model is not installed.
     """
     if Path(name).suffix.lower() == ".gguf" and Path(name).expanduser().is_file():
         return None
@@ -202,12 +220,19 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
 
 
 def place_of(name: str) -> str:
-    """Return the folder or hub id of a model; a GGUF file is converted first, see `locate`."""
+    """Return the folder or hub id of a model; a GGUF file is converted first.
+
+    The errors are those of `locate`.
+    """
     return locate(name).place
 
 
 def known_names(also: Iterable[str] = ()) -> Iterator[str]:
-    """Yield valid names: the demo, `also`, and the models in this folder and the hub's cache."""
+    """Yield the names that an error message may suggest for a model.
+
+    They are the demo, the names in `also`, the models in the working directory, and those in the
+    hub's cache on this machine.
+    """
     yield DEMO
     yield from also
     yield from (str(path) for path in Path().glob("*.gguf"))

@@ -53,7 +53,12 @@ class LoadedModel:
         return self.max_tokens is None or tokens <= self.max_tokens
 
     def completed(self, policy: Policy) -> Policy:
-        """Return the policy with the tokenizer and the data about this model that it needs."""
+        """Return the policy with the tokenizer and the gate of this model, if it needs them.
+
+        Raises:
+            InvalidArgumentError: the policy has a gate that was fitted to another model.
+            UnsupportedModelError: the policy needs a gate, and none was fitted to this model.
+        """
         return with_known(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
@@ -103,7 +108,8 @@ def load(
         InvalidArgumentError: `device`, `dtype` or `attn_implementation` is unknown, `revision` is
             passed with something else than a hub id, a file is damaged or of another kind, or
             weights are missing or have another shape than the configuration says.
-        UnsupportedModelError: the model's cache cannot be compressed.
+        UnsupportedModelError: the model's cache cannot be compressed, the model has an encoder, or
+            transformers does not know its architecture.
         MissingDependencyError: a package that the model needs is not installed.
         OutOfMemoryError: the weights are larger than the device's memory, which is known before any
             of them is read, or do not fit in the memory that is free.
@@ -150,7 +156,8 @@ def load_settings(
 
     Raises:
         ModelNotFoundError: there is no file, folder or model on the hub with that name.
-        InvalidArgumentError: `revision` is passed with something else than a hub id.
+        InvalidArgumentError: `revision` is passed with something else than a hub id, or a GGUF file
+            is damaged.
         UnsupportedModelError: transformers does not know the model.
         MissingDependencyError: a package that the model needs is not installed.
     """
@@ -162,7 +169,7 @@ def load_settings(
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device with that name; "auto" means the GPU if there is one, else the CPU.
+    """Return the device with a name; "auto" means the GPU with CUDA if there is one, else the CPU.
 
     Raises:
         InvalidArgumentError: torch has no such device on this machine.
@@ -182,12 +189,16 @@ def chosen_device(name: str) -> torch.device:
 
 
 def _dtype_option(name: str) -> dict[str, Any]:
-    """Return the dtype option for transformers; empty for the checkpoint's own dtype."""
+    """Return the dtype option for transformers; empty for "auto", the checkpoint's own dtype.
+
+    Raises:
+        InvalidArgumentError: it is not the name of a dtype that models run in.
+    """
     return {} if name == "auto" else {"dtype": chosen_dtype(name)}
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """Return the dtype of torch with that name.
+    """Return the dtype of torch with a name, such as "bfloat16"; "auto" is not accepted.
 
     Raises:
         InvalidArgumentError: it is not the name of a dtype that models run in.
@@ -200,8 +211,10 @@ def chosen_dtype(name: str) -> torch.dtype:
 def _require_attention(name: str) -> None:
     """Raise unless transformers knows the attention implementation, or loads it from the hub.
 
+    A name with "/" or "|" is one of the hub, and is not checked.
+
     Raises:
-        InvalidArgumentError: it does not.
+        InvalidArgumentError: transformers does not know the name.
     """
     if "/" not in name and "|" not in name:  # a kernel of the hub has an owner
         known = ("eager", *(each for each in ALL_ATTENTION_FUNCTIONS if "|" not in each))
@@ -236,6 +249,8 @@ def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn errors of transformers within this block into errors of this package.
+
+    Errors of this package and out-of-memory errors are raised unchanged.
 
     Raises:
         InvalidArgumentError: a safetensors file is damaged.

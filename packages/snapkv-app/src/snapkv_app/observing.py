@@ -84,7 +84,11 @@ def observed(
         look: called with each layer, which contains all keys, values and the last queries.
 
     Returns:
-        The results of `look`, by the index of the layer in the model.
+        The results of `look`, by the index of the layer in the model. Layers that cannot be
+        compressed, such as sliding windows, are missing.
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be compressed.
     """
     seen: dict[int, Seen] = {}
 
@@ -98,7 +102,14 @@ def observed(
 
 @torch.inference_mode()
 def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[CompressedCache, Tensor]:
-    """Read a prompt, and return its full cache and the logits after it, (1, 1, V)."""
+    """Read a prompt in one forward pass with the full cache, and let `recorder` see every layer.
+
+    Returns:
+        The cache, and the logits for the token after the prompt, (1, 1, V).
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be compressed.
+    """
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
     return cache, model(ids, **passed(cache), logits_to_keep=1).logits
@@ -127,7 +138,8 @@ class RecordedPrompt:
             options: as for `CompressedCache`, which also says what is raised.
 
         Raises:
-            InvalidArgumentError: the policy needs more queries than were recorded.
+            InvalidArgumentError: the policy needs more queries than were recorded, or cannot
+                compress this prompt.
         """
         cache = CompressedCache(self.model, policy, **options)
         cache.expect_prompt(self.prompt_tokens)
@@ -143,7 +155,14 @@ class RecordedPrompt:
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
-        """Fill each layer of `cache`, and yield the `PromptLayer` for the cache's policy."""
+        """Fill each layer of `cache`, and yield the `PromptLayer` for the cache's policy.
+
+        A layer is only filled when the caller asks for it, so that one layer at a time is stored in
+        full.
+
+        Raises:
+            InvalidArgumentError: the policy needs more queries than were recorded.
+        """
         policy = cache.prompt_state.policy
         for layer, states in zip(cache.prompt_state.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)
@@ -159,10 +178,13 @@ class RecordedPrompt:
             )
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
-        """Return the recorded queries of one layer that `policy` needs.
+        """Return the last queries of a layer, as many as `policy` needs.
+
+        Returns:
+            (1, Hq, W, D), the last `policy.query_tokens` queries, or all if the prompt is shorter.
 
         Raises:
-            InvalidArgumentError: it needs more than were recorded.
+            InvalidArgumentError: the policy needs more queries than were recorded.
         """
         wanted = min(policy.query_tokens, self.prompt_tokens)
         recorded = states.queries.shape[2]
@@ -181,17 +203,18 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
     Args:
         model: the model.
         ids: (1, T) int64, the tokens of the prompt.
-        recorder: records the layers; the caller must pass a new one.
+        recorder: records the layers; the caller must pass a new one, whose `layers` the result
+            shares.
 
     Raises:
         UnsupportedModelError: the model has latent attention, whose heads share one stored state.
     """
     cache, logits = _read(model, ids, recorder)
-    others = _not_shown(cache, recorder.layers)
+    others = _other_layers(cache, recorder.layers)
     return RecordedPrompt(model=model, layers=recorder.layers, last_logits=logits, others=others)
 
 
-def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
+def _other_layers(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
     """Return the layers that cannot be compressed, such as sliding windows, by their index.
 
     Raises:
@@ -220,10 +243,12 @@ def record_prompt_twice(
     Args:
         model: the model.
         ids: (1, T) int64, the tokens of the prompt.
-        policy: a policy with the same needs as the later ones; see `snapkv.kvzip`.
+        policy: a policy that reads prompts twice, with the same needs as the later ones; see
+            `snapkv.kvzip`.
         instruction_ids: the tokens that ask the model to repeat the prompt.
 
     Raises:
+        InvalidArgumentError: the policy does not read prompts twice, or cannot read this one.
         UnsupportedModelError: the model has latent attention.
     """
     cache = CompressedCache(model, policy)
@@ -231,5 +256,5 @@ def record_prompt_twice(
     cache.crop(-1)  # the last token is read again, for its logits
     cache.expect_prompt(ids.shape[1] + 1)  # and nothing is to be dropped after it
     logits = model(ids[:, -1:], **passed(cache)).logits
-    others = _not_shown(cache, layers)
+    others = _other_layers(cache, layers)
     return RecordedPrompt(model=model, layers=layers, last_logits=logits, others=others)

@@ -73,5 +73,5 @@ def demo_file() -> Path:
 
 
 def absent_for_gguf() -> list[str]:
-    """Return the packages that transformers needs for GGUF files and that are not installed."""
+    """Return the names of the packages that reading GGUF files needs and that are not installed."""
     return [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]

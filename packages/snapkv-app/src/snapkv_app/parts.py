@@ -76,7 +76,13 @@ def generation_tokens(tokenizer: Any) -> int:
 def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[SpokenPart]:
     """Return the parts of the first prompt: the system message, the document and the question.
 
-    Empty parts are left out. If the tokenizer reports no offsets, the result is empty.
+    Empty parts are left out, and so is a document that the template has rewritten, which then
+    belongs to the question. If the tokenizer reports no offsets, the result is empty.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        prompt: the prompt.
+        document: the text of the document in the prompt; may be empty.
     """
     if not getattr(tokenizer, "is_fast", False):
         return []
@@ -97,7 +103,7 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Spoken
 
 
 def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
-    """Return the question with that number, and all parts between it and the next question.
+    """Return a question, and all parts between it and the next question.
 
     Args:
         parts: the parts of the conversation.
@@ -118,7 +124,18 @@ def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
 
 
 def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
-    """Return the spans of thinking in the tokens `ids` of an answer that begins at `start`."""
+    """Return the spans of thinking in an answer, with the marks around it.
+
+    Thinking that was not finished extends to the end of the answer.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        ids: the tokens of the answer.
+        start: the position of the first of them in the conversation.
+
+    Returns:
+        The spans in positions of the conversation; empty if there is no thinking.
+    """
     text, offsets = _decoded(tokenizer, ids)
     return [
         (start + begin, start + end)
@@ -132,7 +149,8 @@ def _decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Span]]:
 
     Returns:
         The text, and the offsets of every token in it. Tokens that only together make a character
-        all have the offsets of that character.
+        all have the offsets of that character. If the last tokens make no complete character, they
+        are at the end of the text and empty.
     """
     text, offsets, together = "", list[Span](), list[int]()
     for token in ids:

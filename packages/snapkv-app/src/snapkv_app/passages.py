@@ -31,14 +31,14 @@ class Excerpts:
     """The best passages of documents, in the order of the text, or the whole documents."""
 
     documents: Sequence[Text]  # with the text of those passages alone
-    tokens: int
-    read: int = 0
-    of: int = 0
+    tokens: int  # to read, as `count_tokens` of `PassageChoice` counts them
+    read: int = 0  # the number of chosen passages; 0 for whole documents
+    of: int = 0  # the number of all passages; 0 for whole documents
     places: Sequence[Place] = ()  # empty for whole documents
 
 
 class PassageChoice:
-    """Chooses what to read of documents: all, or the passages of 200 words that match a question.
+    """A choice of what to read of documents: all, or the passages that match a question best.
 
     Args:
         documents: the documents.
@@ -47,7 +47,7 @@ class PassageChoice:
             most twice as much text as there is room for, however long the documents are.
 
     Attributes:
-        chosen: the results of `choose`.
+        chosen: the results of all calls of `choose`, in order.
     """
 
     def __init__(
@@ -62,8 +62,12 @@ class PassageChoice:
     def choose(self, most: int) -> Excerpts:
         """Choose at most `most` tokens of the documents, but one passage in any case.
 
+        Returns:
+            The whole documents if they have at most `most` tokens, and else their best passages.
+
         Raises:
             DocumentError: the documents have more tokens, and no word of the question.
+            LibraryError: this Python's SQLite has no full-text search.
         """
         if (tokens := self._counted(self._documents, most)) is not None:
             self.chosen.append(Excerpts(documents=self._documents, tokens=tokens))
@@ -72,7 +76,12 @@ class PassageChoice:
         return self.chosen[-1]
 
     def _best(self, most_tokens: int) -> Excerpts:
-        """Choose the best passages by BM25, as many as fit."""
+        """Choose the best passages by BM25, as many as fit into `most_tokens`, but at least one.
+
+        Raises:
+            DocumentError: no passage contains a word of the question.
+            LibraryError: this Python's SQLite has no full-text search.
+        """
 
         def is_too_much(number: int) -> bool:
             return self._counted(self._texts(_joined(best[:number])), most_tokens) is None
@@ -100,9 +109,12 @@ class PassageChoice:
         )
 
     def _counted(self, read: Sequence[Text], most: int) -> int | None:
-        """Return the number of tokens, or None for more than `most`."""
+        """Return the number of tokens of documents, or None for more than `most`.
+
+        A text of very many characters counts as more, without being tokenized.
+        """
         if sum(len(each.text) for each in read) > MOST_CHARACTERS_PER_TOKEN * most:
-            return None  # a text that is far too long is not tokenized
+            return None
         tokens = self._count(read)
         return tokens if tokens <= most else None
 
@@ -116,7 +128,12 @@ class PassageChoice:
 
     @cached_property
     def _ranked(self) -> list[Part]:
-        """The passages with a word of the question, the best first."""
+        """The passages with a word of the question, the best first; at least one.
+
+        Raises:
+            DocumentError: no passage contains a word of the question.
+            LibraryError: this Python's SQLite has no full-text search.
+        """
         texts = [self._documents[place].text[slice(*span)] for place, span in self._parts]
         if best := ranked(texts, self._question):
             return [self._parts[place] for place in best]
@@ -128,7 +145,10 @@ class PassageChoice:
         )
 
     def _texts(self, parts: Iterable[Part]) -> list[Text]:
-        """Return the documents that have parts, reduced to these."""
+        """Return copies of the documents that have parts, with the text of these parts alone.
+
+        The parts must be sorted. `OMITTED` is between the parts of a document.
+        """
         found = []
         for place, own in groupby(parts, key=lambda part: part[0]):
             document = self._documents[place]
@@ -138,7 +158,7 @@ class PassageChoice:
 
 
 def _joined(chosen: Iterable[Part]) -> list[Part]:
-    """Sort the parts in the order of the text, and merge those that overlap."""
+    """Return the parts in the order of the text, merged where they overlap or touch each other."""
     parts: list[Part] = []
     for place, (start, stop) in sorted(chosen):
         last, (begin, end) = parts[-1] if parts else (-1, (0, 0))

@@ -18,7 +18,13 @@ class Prefill:
     name: ClassVar[str]
 
     def installed(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager within which the model reads prompts this way."""
+        """Return a context manager within which the model reads prompts this way.
+
+        The model is changed in place on entry, and restored on exit.
+
+        Raises:
+            UnsupportedModelError: on entry, if the model cannot read prompts this way.
+        """
         from snapkv import prefill
 
         block: contextlib.AbstractContextManager[None]
@@ -26,7 +32,7 @@ class Prefill:
         return block
 
     def describe(self) -> dict[str, Any]:
-        """Return the name and the parameters, for results."""
+        """Return the name and the parameters as a new dictionary, for results."""
         return {"name": self.name, **asdict(self)}
 
 

@@ -33,8 +33,8 @@ def telling_of_prompt_end(
 ) -> Iterator[None]:
     """Within this block, call `on_prompt_end` when the model has read the end of the prompt.
 
-    It receives a copy of the cache, which shares stored tensors with it. The caller must read a
-    prompt of one row, without drafts after it.
+    It is called at most one time, with a copy of the cache that shares stored tensors with it. The
+    caller must read a prompt of one row, without drafts after it.
 
     Args:
         model: the model.

@@ -75,17 +75,18 @@ class PromptReader:
         """Generate the answer of one method.
 
         The time of a shared prefill is added to every answer, because every method alone would have
-        needed it.
+        needed it. If an answer after the shared prefill runs out of memory, the shared prefill is
+        deleted, and this method and all later ones read the prompt by themselves.
 
         Args:
             policy: selects the tokens to keep.
             way: the prefill.
             protection: the tokens of the prompt that are always kept.
-            ends: a list to which the `PromptEnd` of this method is appended; None for none.
+            ends: an empty list to which the `PromptEnd` of this method is appended; None for none.
             quantize: as for `CompressedCache`.
 
         Raises:
-            SnapKVError: as for `answer`.
+            SnapKVError: as for `answering.answer`.
         """
         read = partial(
             answer,
@@ -112,7 +113,8 @@ class PromptReader:
     def given(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which the shared prefill replaces reading the prompt.
 
-        It does nothing if every method reads the prompt by itself.
+        This computes the shared prefill unless that was done before. The context manager does
+        nothing if every method reads the prompt by itself.
         """
         shared = self._reading()
         return contextlib.nullcontext() if shared is None else shared.given()
@@ -125,7 +127,14 @@ class PromptReader:
         return self._shared
 
     def _read(self) -> SharedReading | None:
-        """Read the prompt for all methods; None if the model or its memory does not allow it."""
+        """Read the prompt for all methods; None if they must read it by themselves.
+
+        The reasons are that the model does not support it, that the memory is too small, and that
+        the prompt is too long, which `answer` then reports.
+
+        Raises:
+            InvalidArgumentError: there is no token before or after the hidden question.
+        """
         model, prompt = self._loaded.model, self._prompt
         with contextlib.suppress(PromptTooLongError, OutOfMemoryError, UnsupportedModelError):
             ids = prompt_ids(self._loaded, prompt, self._settings)

@@ -40,14 +40,21 @@ class Prompt:
         return cls(text=plain, cuts=cuts, has_special_tokens=True, **fields)
 
     def followed_by(self, tokenizer: Any, content: str) -> Self:
-        """Return the prompt with `content` appended, whose control words are plain text."""
+        """Return a copy of the prompt with `content` appended, whose control words are plain text.
+
+        The other fields stay, so `answer_start` does not include the content.
+        """
         text, cuts = unquoted(quoted(tokenizer, content))
         begin = len(self.text)
         places = (*self.cuts, *(begin + cut for cut in cuts))
         return replace(self, text=self.text + text, cuts=places)
 
     def token_ids(self, tokenizer: Any) -> Any:
-        """Return the tokens of the text: (1, T) int64."""
+        """Return the tokens of the text, (1, T) int64, on the CPU.
+
+        Raises:
+            InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
+        """
         import torch  # commands that read no prompt do without it
 
         return torch.tensor([self.encoded(tokenizer)[0]])
@@ -58,13 +65,14 @@ class Prompt:
         A token that extends over the end of the context belongs to the question.
 
         Raises:
-            InvalidArgumentError: there is no token before or after the end of the context.
+            InvalidArgumentError: there is no token before or after the end of the context, or the
+                tokenizer turns ordinary words into control tokens.
         """
         if self.context_characters is None:
             return None
         ids, _ = self.encoded(tokenizer)
         context, _ = self.encoded(tokenizer, end=self.context_characters)
-        tokens = _alike(ids, context)
+        tokens = _common_length(ids, context)
         if tokens == 0:
             raise wrong(
                 "context",
@@ -82,8 +90,11 @@ class Prompt:
     def question_tokens(self, tokenizer: Any) -> int | None:
         """Return the number of tokens from the beginning of the question to the end of the prompt.
 
-        None if the text does not contain the question. The text before the question, which may be
-        long, is not tokenized again.
+        None if there is no question or the text does not contain it. Only the text from the
+        question on is tokenized, so the number may differ a little from that in the whole prompt.
+
+        Raises:
+            InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
         """
         place = self._question_place()
         if place < 0:
@@ -92,16 +103,19 @@ class Prompt:
         return len(tokenized(tokenizer, self.text[place:], cuts)[0])
 
     def _question_place(self) -> int:
-        """Return where the question begins the last time in the text; -1 if it does not occur."""
+        """Return the position of the last occurrence of the question before `answer_start`.
+
+        -1 if there is no question or the text does not contain it.
+        """
         question = self.question.strip()
         return self.text.removesuffix(self.answer_start).rfind(question) if question else -1
 
     def hiding_question(self) -> "Prompt":
-        """Return the same prompt with its question hidden: it is compressed before the question.
+        """Return a copy of the prompt that is compressed before its question.
 
         Raises:
-            InvalidArgumentError: the text does not contain the question, because the chat template
-                has rewritten it.
+            InvalidArgumentError: there is no question, or the text does not contain it, because the
+                chat template has rewritten it.
         """
         place = self._question_place()
         if place < 0:
@@ -120,8 +134,12 @@ class Prompt:
             argument: the argument that an error names.
             remedy: the remedy that an error names.
 
+        Returns:
+            A pair for every token of `encoded`; (0, 0) for special tokens around the text.
+
         Raises:
-            InvalidArgumentError: the tokenizer reports no offsets.
+            InvalidArgumentError: the tokenizer reports no offsets, or turns ordinary words into
+                control tokens.
         """
         if not getattr(tokenizer, "is_fast", False):
             raise wrong(
@@ -140,8 +158,17 @@ class Prompt:
         If no chat template has written the text, the special tokens around it are its only control
         tokens.
 
+        Args:
+            tokenizer: the tokenizer of the model.
+            end: the number of leading characters; None for the whole text.
+            offsets: whether to return offsets, too, which needs a fast tokenizer.
+
         Returns:
-            The tokens, and their offsets in the text if `offsets` is True.
+            The tokens, and their offsets in the text; empty instead of offsets if `offsets` is
+            False.
+
+        Raises:
+            InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
         """
         return tokenized(
             tokenizer,
@@ -152,7 +179,7 @@ class Prompt:
         )
 
     def _cuts(self, tokenizer: Any) -> Sequence[int]:
-        """Return the positions in control words that are plain text."""
+        """Return the ascending positions at which control words of the content are cut."""
         if self.has_special_tokens:
             return self.cuts
         return unquoted(quoted(tokenizer, self.text))[1]
@@ -162,7 +189,7 @@ def require_unicode(argument: str, text: str) -> None:
     """Raise if a text contains bytes that are not UTF-8, which Python reads as surrogates.
 
     Raises:
-        InvalidArgumentError: it does; the message begins with `argument`.
+        InvalidArgumentError: the text contains such bytes; the message begins with `argument`.
     """
     if surrogate := re.search(r"[\ud800-\udfff]", text):
         raise wrong(
@@ -174,10 +201,10 @@ def require_unicode(argument: str, text: str) -> None:
 
 
 def require_question(question: str) -> None:
-    """Raise if the question is empty or not valid Unicode.
+    """Raise if the question has no visible character or is not valid Unicode.
 
     Raises:
-        InvalidArgumentError: it is.
+        InvalidArgumentError: the question has no visible character or is not valid Unicode.
     """
     if not question.strip():
         raise wrong(
@@ -205,7 +232,10 @@ def question_prompt(
 
 
 def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
-    """Build a prompt that consists of `text` and `answer_start`, without a chat template."""
+    """Build a prompt that consists of `text` and `answer_start`, without a chat template.
+
+    `tokenizer` is not used; all functions that build prompts have it as their first argument.
+    """
     del tokenizer
     return Prompt(text=text + answer_start, answer_start=answer_start)
 
@@ -266,8 +296,9 @@ def next_turn(tokenizer: Any, question: str) -> Prompt:
 def system_message(tokenizer: Any) -> str:
     """Return the system message that a chat template writes before the first message by itself.
 
-    The result is empty if there is none, if the template rewrites messages, or if the tokenizer
-    reports no offsets.
+    The caller must pass a tokenizer with a chat template. The result contains the template's words
+    around the message. It is empty if there is none, if the template rewrites messages, or if the
+    tokenizer reports no offsets.
     """
     turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
@@ -275,14 +306,14 @@ def system_message(tokenizer: Any) -> str:
         return ""  # a template that rewrites messages, or a tokenizer without offsets
     first = tokenizer(parts[0], add_special_tokens=False, return_offsets_mapping=True)
     ids, later = first["input_ids"], tokenizer(parts[-2], add_special_tokens=False)["input_ids"]
-    own = ids[: len(ids) - _alike(reversed(ids), reversed(later))]
+    own = ids[: len(ids) - _common_length(reversed(ids), reversed(later))]
     if not tokenizer.decode(own, skip_special_tokens=True).strip():
         return ""
     message: str = parts[0][: first["offset_mapping"][len(own) - 1][1]]
     return message
 
 
-def _alike(some: Iterable[int], others: Iterable[int]) -> int:
+def _common_length(some: Iterable[int], others: Iterable[int]) -> int:
     """Count the leading elements that two sequences have in common."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

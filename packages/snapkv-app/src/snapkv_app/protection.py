@@ -57,9 +57,13 @@ class Protection:
             costs: returns the bytes of a token in the compressed layers. It is only called if the
                 budget is a number of bytes.
 
+        Returns:
+            The spans in no particular order; they may overlap. Empty if nothing is protected.
+
         Raises:
-            InvalidArgumentError: the prompt does not contain a text, or `system` is True and its
-                message is missing or does not fit into the budget.
+            InvalidArgumentError: the prompt does not contain a text, the tokenizer reports no
+                offsets, or `system` is True and its message is missing or does not fit into the
+                budget.
         """
         found = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:
@@ -69,7 +73,11 @@ class Protection:
     def _system(
         self, prompt: Prompt, policy: Policy, tokenizer: Any, others: list[Span], costs: Costs
     ) -> list[Span]:
-        """Return the span of the system message, or no span if it is not protected.
+        """Return a list with the span of the system message; empty if it is not protected.
+
+        It is not protected by a policy that keeps all tokens, and neither if the other spans alone
+        do not fit into the budget, which the cache refuses later. If `system` is None and it cannot
+        be kept, a warning is written to standard error.
 
         Args:
             prompt: the prompt.

@@ -19,7 +19,7 @@ TokenSink = Callable[[int, int], None]
 
 @contextlib.contextmanager
 def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
-    """Call `on_tokens` with the progress of reading a text, after every layer within this block.
+    """Call `on_tokens` after every layer that reads a text within this block.
 
     The number of tokens that have been read grows in proportion to the layers that have read the
     text. Decode steps of one token are not reported. Nothing is reported if the layers of the model
@@ -47,7 +47,7 @@ def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
 
 
 class TimeTooShortError(Exception):
-    """The time for a text is too short, which is no error of the user.
+    """The error that ends reading a text in `reading_until`; it is no error of the user.
 
     Attributes:
         needed: the seconds that reading the text would take.
@@ -60,14 +60,14 @@ class TimeTooShortError(Exception):
 
 @contextlib.contextmanager
 def reading_until(model: Any, end: float) -> Iterator[None]:
-    """Stop reading within this block as soon as it is clear that it would last longer.
+    """Stop reading the first text within this block if it would not be read before `end`.
 
-    After each layer, the time of all layers is estimated. The first text in the block counts alone,
-    which is the prompt. Nothing is stopped if the model's layers cannot be found.
+    After each layer, the time of all layers is estimated. Texts after the first one, which is the
+    prompt, are not stopped. Nothing is stopped if the model's layers cannot be found.
 
     Args:
         model: the model that reads.
-        end: the time at which the text must be read, as `perf_counter` gives it.
+        end: the time at which the text must be read, in seconds of `perf_counter`.
 
     Raises:
         TimeTooShortError: the text would be read later than at `end`.
@@ -90,7 +90,7 @@ _SPEED_TOKENS = 64
 
 
 def reading_speed(model: Any) -> float:
-    """Measure how many tokens the model reads in a second.
+    """Measure how many tokens the model reads in a second, with two passes over 64 tokens.
 
     The second of two passes is measured, since the first one also loads the weights.
     """

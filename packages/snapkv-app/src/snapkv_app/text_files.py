@@ -66,9 +66,10 @@ def read(
 ) -> list[Text]:
     """Read the text of every source, in their order.
 
-    A file is plain text, Markdown or source code, which are read unchanged, or a document: HTML,
-    PDF, a Jupyter notebook, an e-mail, EPUB, RTF, or a file of Word, Excel, PowerPoint or
-    OpenDocument.
+    A file is plain text, Markdown or source code, or a document: HTML, PDF, a Jupyter notebook, an
+    e-mail, EPUB, RTF, or a file of Word, Excel, PowerPoint or OpenDocument. Line ends become those
+    of Unix, empty lines at both ends are removed, and escaped letters in JSON files are decoded.
+    Otherwise plain text is read unchanged.
 
     A folder stands for all files with text below it, sorted by path. These are skipped: hidden
     files, folders of version control, caches, third-party code, libraries that `snapkv library` has
@@ -85,8 +86,8 @@ def read(
         One text for every file. Bytes of a name that are not UTF-8 are escaped.
 
     Raises:
-        DocumentError: a source is missing or cannot be read, a folder has no text, or the texts are
-            too long together.
+        DocumentError: there is no source, or "-" is passed twice; a source is missing, cannot be
+            read or has no text; or the texts are too long together.
         MissingDependencyError: the library that reads a document is not installed.
     """
     if not sources:
@@ -107,6 +108,8 @@ def read(
 def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
     """Read every source as `read` does, and write each of its notices to standard error.
 
+    The errors are those of `read`.
+
     Returns:
         The texts, and the notices.
     """
@@ -120,7 +123,10 @@ def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
 
 
 def join(documents: Sequence[Text]) -> str:
-    """Join documents into one text; if there are several, a line with its name precedes each."""
+    """Join documents into one text; if there are several, a line with its name precedes each.
+
+    Empty without documents.
+    """
     if len(documents) == 1:
         return documents[0].text
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
@@ -206,6 +212,7 @@ class _Files:
 
         Raises:
             DocumentError: the file cannot be read, or is binary although its suffix promises text.
+            MissingDependencyError: the library that reads the document is not installed.
         """
         try:
             with path.open("rb") as file:
@@ -312,7 +319,8 @@ def _require_file(path: Path) -> None:
     """Raise unless there is a file or a pipe at a path.
 
     Raises:
-        DocumentError: the path is that of a device, or there is nothing.
+        DocumentError: the path is that of a device, or nothing is there.
+        OSError: the folder of the path cannot be read.
     """
     if path.is_file() or path.is_fifo():
         return

@@ -73,9 +73,10 @@ def add_grid(panel: Any, axis: str) -> None:
 def encode_figure(
     figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150
 ) -> bytes:
-    """Return the contents of a file that shows the figure in the given format.
+    """Return the contents of a file that shows the figure.
 
-    The same figure always gives the same bytes: no date and no random ids are written.
+    `suffix` is the ending of the file's name, such as ".svg"; it decides the format. The same
+    figure always gives the same bytes: no date and no random ids are written.
     """
     from matplotlib import rc_context
 
@@ -87,9 +88,12 @@ def encode_figure(
 
 
 def save_figure(figure: Any, path: Path, style: dict[Any, Any] = STYLE, *, dpi: int = 150) -> None:
-    """Write the figure to a file in the format that the file name's suffix names.
+    """Write the figure to a file in the format that the ending of its name says.
 
     The file is written completely or not at all.
+
+    Raises:
+        OutputError: the file cannot be written.
     """
     replace_file(path, encode_figure(figure, path.suffix.lower(), style, dpi=dpi))
 
@@ -122,6 +126,7 @@ def draw_curves(*panels: Panel) -> Any:
 
 
 def _draw(place: Any, panel: Panel) -> None:
+    """Draw the curves of a panel into matplotlib's axes `place`, with labels and a legend."""
     from matplotlib.ticker import MaxNLocator
 
     _draw_lines(place, panel, panel.curves, "-")
@@ -137,6 +142,10 @@ def _draw(place: Any, panel: Panel) -> None:
 
 
 def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
+    """Draw curves into matplotlib's axes in one line style, in colours from dark to light.
+
+    A number that is None interrupts its curve.
+    """
     from matplotlib import colormaps
 
     for number, (label, rows) in enumerate(curves.items()):
@@ -153,10 +162,17 @@ def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], s
 
 
 def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, value: str) -> Any:
-    """Draw the numbers in the rows as heat maps, with one heat map for each value of `panel`.
+    """Return a figure with the numbers in the rows as heat maps, one for each value of a field.
 
-    The fields `x` and `y` say where a number stands, and the field `value` is the number, from 0 to
-    1. A cell whose number is None stays blank.
+    A cell whose number is None, or that has no row, stays blank.
+
+    Args:
+        title: the beginning of the title of each heat map.
+        rows: the rows.
+        x: the name of the field that gives the column of a number.
+        y: the name of the field that gives the line of a number.
+        panel: the name of the field that has one heat map for each of its values.
+        value: the name of the field with the numbers, which are from 0 to 1.
     """
     kinds = list(dict.fromkeys(row[panel] for row in rows))
     result = new_figure(4.6 * len(kinds), 4.2)

@@ -38,6 +38,7 @@ class MedusaTraining:
 
         Raises:
             InvalidArgumentError: a number is out of range.
+            InvalidTypeError: a number other than the learning rate is not an integer.
         """
         minima = {"answers": 10, "max_new_tokens": self.num_heads + 2, "seed": 0}
         for name, value in asdict(self).items():

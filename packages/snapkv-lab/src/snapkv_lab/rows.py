@@ -61,6 +61,8 @@ class RowFile:
     def add(self, *rows: Row) -> None:
         """Append rows that belong together. They are on the disk when this returns.
 
+        Either all of them are written or, after an error, none.
+
         Raises:
             OutputError: the disk is full, or the file cannot be written.
         """
@@ -68,7 +70,11 @@ class RowFile:
             append_line(self._file, to_lines(rows).removesuffix("\n"), self.path)
 
     def _open_file(self) -> IO[bytes]:
-        """Open and lock the file."""
+        """Open and lock the file, and create it if it does not exist.
+
+        Raises:
+            InvalidArgumentError: the file cannot be opened, or another process holds it.
+        """
         with explain_folder_errors(self.path.parent):
             file = self.path.open("a+b", buffering=0)  # so that closing it writes nothing
         try:
@@ -80,7 +86,9 @@ class RowFile:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Lock a file for this process. The operating system releases the lock when the process ends.
+    """Lock a file for this process until the file is closed or the process ends.
+
+    This does nothing on Windows. `folder` is for the error message.
 
     Raises:
         InvalidArgumentError: another process has locked the file.
@@ -101,10 +109,10 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 
 @contextlib.contextmanager
 def explain_folder_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of this block into one that says why a folder cannot be made or written.
+    """Turn operating system errors of this block into one that says why a folder cannot be used.
 
     Raises:
-        InvalidArgumentError: the operating system refused to make or to write the folder.
+        InvalidArgumentError: the block raised an `OSError` that is not an `OutputError`.
     """
     try:
         yield
@@ -146,24 +154,39 @@ def to_lines(rows: Iterable[Row]) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read all rows from the file. An incomplete last line is ignored."""
+    """Return all rows of a file. An incomplete last line is ignored, and the file is not changed.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is not JSON.
+    """
     complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in complete.splitlines()]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write the rows to the file and replace its previous contents."""
+    """Write rows to a file, which replaces its previous contents. Missing folders are made.
+
+    Raises:
+        OutputError: the file cannot be written; its previous contents are unchanged.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, to_lines(rows))
 
 
 def short_hash(settings: Any, digits: int = 8) -> str:
-    """Return a short hash of the settings, which can be used as a name."""
+    """Return the first hexadecimal digits of a hash of the settings, to be used as a name.
+
+    The settings must be values for JSON. The order of keys does not matter.
+    """
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:digits]
 
 
 def select_rows(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Return a list of the rows that have all of the given values."""
+    """Return a list of the rows that have all of the given values.
+
+    A missing field has the value None.
+    """
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
@@ -176,6 +199,14 @@ def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any,
 
 
 def mean_value(rows: Sequence[Row], name: str, mean: Any = fmean) -> float | None:
-    """Return the mean value of a field, or None if no row has a value."""
+    """Return the mean value of a field, or None if the value is None in all rows.
+
+    Every row must have the field.
+
+    Args:
+        rows: the rows; those whose value is None are left out.
+        name: the name of the field.
+        mean: computes the mean of a list of numbers, such as `statistics.median`.
+    """
     values = [row[name] for row in rows if row[name] is not None]
     return float(mean(values)) if values else None

@@ -1,4 +1,6 @@
-"""The plugin that compresses prompts in vLLM, which is imported only when an engine is built."""
+"""The plugin that compresses prompts in vLLM. It imports vLLM only when an engine or a server is
+built.
+"""
 
 from snapkv_vllm.admission.limits import Limits, Sessions
 from snapkv_vllm.admission.settings import ServingSettings

@@ -12,7 +12,7 @@ from snapkv_vllm.admission.methods import WithSpans
 
 def find_across_layers(policy: Policy | None) -> AcrossLayers | None:
     """Return the method that shares one budget among all layers, without the spans that are wrapped
-    around it. The result is None if the method is another one.
+    around it. The result is None if there is no method or it is another one.
     """
     inner = policy.policy if isinstance(policy, WithSpans) else policy
     return inner if isinstance(inner, AcrossLayers) else None
@@ -46,6 +46,10 @@ def select_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: in
 def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
     """Compute the scores of the tokens in a run of layers, as the shared budget compares them.
 
+    Args:
+        policy: a method that shares its budget among all layers, possibly with spans around it.
+        layer: the layers of the run, as rows of a batch.
+
     Returns:
         (layers, H, T) float32; protected tokens have an infinite score.
     """
@@ -56,11 +60,15 @@ def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
 
 
 def mask_best(scores_of_runs: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Return masks that mark the tokens with the best scores of all layers together.
+    """Return masks that mark the tokens with the best scores of all layers together. If scores are
+    equal, the earlier layer, head and token wins.
 
     Args:
         scores_of_runs: the (layers, H, T) scores of each run.
         tokens: how many tokens a head keeps on average.
+
+    Returns:
+        (layers, H, T) bool for each run, True for each of the best tokens.
     """
     shapes = [scores.shape for scores in scores_of_runs]
     best = best_entries(

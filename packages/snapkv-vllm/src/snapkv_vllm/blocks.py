@@ -39,8 +39,8 @@ COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
 
 
 def compress_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
-    """Return this plugin's counterpart of one of vLLM's specs, with the same values in all
-    fields.
+    """Return this plugin's counterpart of one of vLLM's specs, whose type must be in
+    `COUNTERPARTS`, with the same values in all fields.
     """
     own = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
     return COUNTERPARTS[type(spec)](**own)
@@ -75,12 +75,14 @@ class CompressedManager(FullAttentionManager):
     all computed tokens without those that it has dropped.
 
     Attributes:
-        dropped_tokens: how many tokens each compressed request has dropped.
-        plans: the plans of all requests, by request; this is the dict of the scheduler.
+        dropped_tokens: how many tokens each compressed request has dropped, by request id. With
+            heads of different lengths the tokens for which space is reserved are not counted as
+            dropped.
+        plans: the plans of all requests, by request id; this is the dict of the scheduler.
         missing_blocks: how many more blocks the last request of `get_num_blocks_to_allocate` needs
             for the tokens that it will keep.
-        reservations: the blocks that are reserved for the kept tokens of a request: new ones, and
-            some of its own.
+        reservations: the blocks that are reserved for the kept tokens of a request, by request id:
+            new ones, and some of its own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +96,7 @@ class CompressedManager(FullAttentionManager):
 
     def exclusive_blocks(self, request_id: str) -> list[KVCacheBlock]:
         """Return the blocks of a request that no other request uses, in reverse order, so that the
-        last block comes first.
+        last block comes first. A request without blocks has none.
         """
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
@@ -102,10 +104,16 @@ class CompressedManager(FullAttentionManager):
         """Return how many blocks must be reserved for the tokens that a request keeps at the end of
         this step.
 
-        The result is 0 if no other request may read the blocks of this request, because then the
-        kept tokens move to the first of these blocks. Otherwise its blocks are freed unchanged, and
-        the kept tokens move to other blocks: with prefix caching other requests can find the old
-        blocks by their content, and blocks of a history belong to the history.
+        The result is 0 if the step does not end with a compression. It is also 0 if no other
+        request may read the blocks of this request, because then the kept tokens move to the first
+        of these blocks. Otherwise its blocks are freed unchanged, and the kept tokens move to other
+        blocks: with prefix caching other requests can find the old blocks by their content, and
+        blocks of a history belong to the history.
+
+        Args:
+            request_id: the id of the request.
+            seen_tokens: tokens that are computed before the step.
+            step_tokens: tokens that the step computes.
         """
         plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
         if plan is None or not self._is_shared(request_id):
@@ -115,13 +123,18 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def _is_shared(self, request_id: str) -> bool:
-        """Whether other requests may read the blocks of this request."""
+        """Whether other requests may read the blocks of this request: because it begins with a
+        history, or by the prefix cache while it has dropped nothing.
+        """
         if request_id in self._begun_with_history:
             return True
         return bool(self.enable_caching) and not self.dropped_tokens.get(request_id, 0)
 
     def reserve(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
         """Reserve blocks for the tokens that a request keeps at the end of this step.
+
+        The pool must have `fresh_blocks` free blocks. The reservation ends with `compress`, or when
+        the blocks of the request are freed.
 
         Args:
             request_id: the id of the request.
@@ -135,7 +148,10 @@ class CompressedManager(FullAttentionManager):
 
     def compress(self, request_id: str, order: Order) -> Move:
         """Free the blocks that a request no longer needs after a compression, and return from which
-        blocks to which blocks its kept tokens move.
+        blocks to which blocks its kept tokens move. Also sets `dropped_tokens` of the request.
+
+        The targets are the reserved blocks. Without a reservation they are the first blocks of the
+        request, which no other request may read then.
         """
         blocks = self.req_to_blocks[request_id]
         reserved = order.reserved_tokens(self.block_size)
@@ -152,7 +168,7 @@ class CompressedManager(FullAttentionManager):
         return Move(group=self.kv_cache_group_id, sources=sources, targets=_ids(blocks))
 
     def holds(self, request_id: str, tokens: int, dropped_tokens: int) -> bool:
-        """Whether a request stores `tokens` tokens in blocks and has dropped exactly
+        """Whether a request has blocks for at least `tokens` stored tokens and has dropped exactly
         `dropped_tokens`.
         """
         dropped = self.dropped_tokens.get(request_id, 0)
@@ -160,8 +176,8 @@ class CompressedManager(FullAttentionManager):
         return dropped == dropped_tokens and blocks * self.block_size >= tokens
 
     def pin_blocks(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
-        """Pin the blocks of the first `tokens` stored tokens, so that they stay allocated after the
-        request has ended, and return them.
+        """Pin the blocks of the first `tokens` stored tokens of a request, so that they stay
+        allocated after the request has ended, and return them in a new list.
         """
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
         blocks = of_request[: cdiv(tokens, self.block_size)]
@@ -170,7 +186,9 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def unpin_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Release blocks that were pinned with `pin_blocks`."""
+        """Release blocks that were pinned with `pin_blocks`. A block becomes free if no request
+        uses it and it is not pinned for another history.
+        """
         self._pins -= Counter(_ids(blocks))
         self.block_pool.free_blocks(reversed(blocks))
 
@@ -185,7 +203,7 @@ class CompressedManager(FullAttentionManager):
 
     def begin_with_history(self, request_id: str, dropped_tokens: int) -> None:
         """Record that a request begins with the blocks of a history, which has dropped
-        `dropped_tokens` tokens.
+        `dropped_tokens` tokens. The blocks are assigned later, by `add_local_computed_blocks`.
         """
         self._begun_with_history.add(request_id)
         if dropped_tokens:
@@ -196,8 +214,9 @@ class CompressedManager(FullAttentionManager):
     def _has_partial_local_hit(
         self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> bool:
-        """Return False for blocks of histories, which are full whatever number of tokens they stand
-        for.
+        """Whether the last of the blocks with which a request begins must be copied, as vLLM
+        decides it by the number of their tokens. It is False for blocks of histories, which are
+        full whatever number of tokens they stand for.
         """
         if self._pins.keys() >= set(_ids(new_computed_blocks)):
             return False
@@ -211,8 +230,8 @@ class CompressedManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Assign to a request the blocks with which it begins. Histories need this even if prefix
-        caching is disabled.
+        """Assign to a request the blocks with which it begins, and keep them allocated for it.
+        Histories need this even if prefix caching is disabled.
         """
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(
@@ -240,6 +259,8 @@ class CompressedManager(FullAttentionManager):
         """Return how many more blocks a request needs, including the blocks for the tokens that it
         will keep. With `apply_admission_cap` the result is the largest number that it will need at
         any time.
+
+        Also sets `missing_blocks`. The other arguments are those of vLLM.
         """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
@@ -263,6 +284,9 @@ class CompressedManager(FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
+        """Allocate blocks as vLLM does, for the tokens that the request stores, and return the new
+        ones.
+        """
         dropped = self.dropped_tokens.get(request_id, 0)
         blocks: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens - dropped, num_tokens_main_model - dropped
@@ -270,14 +294,17 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Add the full blocks of a request to the prefix cache, unless the request was compressed,
-        because compressed blocks are not the prefix of any prompt.
+        """Add the full blocks of a request to the prefix cache. Nothing is added if the request was
+        compressed or begins with a compressed history, because its blocks are not the prefix of any
+        prompt.
         """
         if request.request_id not in self.dropped_tokens:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def pop_blocks_for_free(self, request_id: str) -> Sequence[KVCacheBlock]:
-        """Forget a request that has finished, was aborted or is preempted."""
+        """Forget a request that has finished, was aborted or is preempted, and return its blocks
+        together with those that were reserved for it, for the caller to free.
+        """
         self.dropped_tokens.pop(request_id, None)
         self._begun_with_history.discard(request_id)
         fresh, _ = self.reservations.pop(request_id, ([], []))
@@ -290,6 +317,11 @@ def cache_only_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -
 
     Layers with a window or a recurrent state are not compressed, but after a compression their
     states depend on the layers that are.
+
+    Args:
+        coordinator: vLLM's coordinator of the block managers, changed in place.
+        plans: the plans of all requests, by request id, which are looked up at each call. The
+            blocks of a request without a plan are all added.
     """
     cache = coordinator.cache_blocks
 
@@ -309,6 +341,10 @@ def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
 class CompressedBlocks:
     """The blocks of compressed requests in all KV cache groups with full attention, as one object
     for the scheduler.
+
+    Args:
+        managers: the block managers of these groups, at least one, by the index of the group.
+        plans: the plans of all requests, by request id, which the managers look up from now on.
     """
 
     def __init__(
@@ -319,15 +355,15 @@ class CompressedBlocks:
             manager.plans = plans
 
     def dropped_tokens(self, request_id: str) -> int:
-        """Return how many tokens a request has dropped; this number is the same in every KV cache
-        group.
+        """Return how many tokens a request has dropped, 0 if none; this number is the same in every
+        KV cache group.
         """
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
     @property
     def lack_blocks(self) -> bool:
-        """Whether the last request that asked for blocks needs more blocks than its own for the
-        tokens that it will keep.
+        """Whether the last request that asked for blocks needs more blocks for the tokens that it
+        will keep than it has itself.
         """
         return any(manager.missing_blocks for manager in self._managers.values())
 
@@ -343,7 +379,8 @@ class CompressedBlocks:
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
     ) -> None:
         """Reserve blocks for the tokens that a request keeps in a step. The blocks of the step
-        itself must be allocated before.
+        itself must be allocated before. Nothing is reserved if the step ends without a compression,
+        or if the kept tokens can move to the request's own blocks.
 
         Blocks of the pool are used while more than `others_blocks` are free. Then the request's own
         blocks stay in the prefix cache, and other requests of the step find blocks.
@@ -369,6 +406,8 @@ class CompressedBlocks:
 def register_spec() -> None:
     """Register the specs of this plugin and their block manager with vLLM in this process. They
     have no effect until a worker uses them.
+
+    Errors of an unsupported version of vLLM go through unchanged.
     """
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own specs first
     for spec in COUNTERPARTS.values():
@@ -379,6 +418,9 @@ def register_spec() -> None:
 
 def find_compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
     """Return the managers of the KV cache groups that are compressed, by the index of the group.
+
+    Args:
+        managers: the managers of all groups.
 
     Raises:
         UnsupportedModelError: no group is compressed, because the worker of this plugin is not

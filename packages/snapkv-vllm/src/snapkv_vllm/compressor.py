@@ -30,7 +30,9 @@ class QueryRecorder:
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def attach(self, name: str, layer: VotingLayer) -> None:
-        """Record the queries that an attention layer computes from now on."""
+        """Record the queries that an attention layer computes from now on, under the name `name`.
+        In each step only the rows that `rows_of_requests` names are copied.
+        """
 
         def record(query: Tensor) -> None:
             for request_id, rows in self.rows_of_requests.items():
@@ -40,8 +42,13 @@ class QueryRecorder:
         layer.add_query_listener(record)
 
     def take_queries(self, request_id: str, name: str, window: int) -> Tensor:
-        """Return the queries of a request that were recorded in one layer. They stay recorded until
-        `forget`.
+        """Return the queries of a request that were recorded in one layer, in the order of its
+        tokens. They stay recorded until `forget`.
+
+        Args:
+            request_id: the id of the request.
+            name: the name of the layer.
+            window: how many queries must have been recorded, at least 1.
 
         Returns:
             A tensor of shape (1, Hq, W, D).
@@ -64,6 +71,13 @@ class QueryRecorder:
 class Compressor:
     """Compresses requests on one worker: it selects the tokens that each request keeps, and moves
     their keys and values to other blocks.
+
+    Args:
+        groups: vLLM's attention layers that are compressed, by name, for the index of each KV cache
+            group. Their queries are recorded from now on.
+        recorder: records the queries that vote.
+        device: the device of the worker.
+        heads: gets the number of tokens of each head; needed if heads may keep different numbers.
     """
 
     def __init__(
@@ -88,7 +102,8 @@ class Compressor:
             recorder.attach(name, layer)
 
     def bind_caches(self, block_tokens: Mapping[int, int]) -> None:
-        """Look up the memory layout of every layer. vLLM must have allocated the caches before.
+        """Look up the memory layout of every layer. vLLM must have allocated the caches before, and
+        this must be called again if it allocates others.
 
         Args:
             block_tokens: the size of the scheduler's blocks, by KV cache group.
@@ -111,7 +126,16 @@ class Compressor:
         self._recorder.forget(request)
 
     def compress(self, orders: Mapping[str, Order]) -> None:
-        """Compress each request whose order is due after the step that has just run."""
+        """Compress each request whose order is due after the step that has just run, and forget its
+        recorded queries. Other orders are ignored.
+
+        Args:
+            orders: the orders of the scheduler, by request id.
+
+        Raises:
+            RuntimeError: another number of queries was recorded, or another number of tokens is
+                kept, than the scheduler has counted.
+        """
         for request, order in orders.items():
             if order.is_due:
                 for move in order.moves:
@@ -124,6 +148,11 @@ class Compressor:
     def _split_runs(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
         """Yield the layers of one KV cache group in runs that are small enough to be copied at
         once.
+
+        Args:
+            move: the move of the group.
+            prompt_tokens: how many tokens are stored before the compression.
+            kept_tokens: how many tokens are kept.
         """
         for run in self._runs:
             if run.group == move.group:
@@ -136,6 +165,17 @@ class Compressor:
         No other request of the step reads the target blocks. All runs are read before one is
         written, because layers that share pages may write to a page that another layer still has to
         read.
+
+        Args:
+            runs: consecutive layers of one KV cache group; all of its layers if they share one
+                budget.
+            request: the id of the request.
+            order: the order of the scheduler.
+            move: the blocks of the group.
+
+        Raises:
+            RuntimeError: another number of queries was recorded, or another number of tokens is
+                kept, than the scheduler has counted.
         """
         block_tokens, first = self._block_tokens[move.group], runs[0]
         sources = first.to_cache_blocks(move.sources, block_tokens)
@@ -174,11 +214,18 @@ class Compressor:
     ) -> list[Tensor]:
         """Select the tokens of all layers together, because the layers share one budget.
 
+        Args:
+            runs: all layers.
+            request: the id of the request.
+            order: the order of the scheduler.
+            sources: the numbers of the request's blocks in the caches.
+
         Returns:
             (layers, H, T) bool for each run, True for each token that is kept.
 
         Raises:
-            RuntimeError: another number of tokens is kept than the scheduler has counted.
+            RuntimeError: another number of queries was recorded, or another number of tokens is
+                kept, than the scheduler has counted.
         """
         voters = min(order.selector.query_tokens, order.seen_tokens)
 
@@ -209,13 +256,21 @@ class Compressor:
         return kept
 
     def _select_tokens(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
-        """Select the tokens that a request keeps in a run of layers.
+        """Select the tokens that a request keeps in a run of layers. For a request of a session the
+        positions of these tokens are recorded as well.
+
+        Args:
+            run: the layers.
+            request: the id of the request.
+            order: the order of the scheduler.
+            keys: (layers, Hkv, T, D) stored keys, decoded.
 
         Returns:
             (layers, H or 1, K) int64 slots; shorter rows begin with -1.
 
         Raises:
-            RuntimeError: another number of tokens is kept than the scheduler has counted.
+            RuntimeError: another number of queries was recorded, or another number of tokens is
+                kept, than the scheduler has counted.
         """
         voters = min(order.selector.query_tokens, order.seen_tokens)  # a short prompt has fewer
         layer = self._prompt_layer(run, request, voters, keys)
@@ -229,7 +284,19 @@ class Compressor:
         return keep
 
     def _prompt_layer(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:
-        """Build the input of a policy from the stored keys and the recorded queries."""
+        """Build the input of a policy from the stored keys and the recorded queries. Values are
+        left out, because no served method reads them.
+
+        Args:
+            run: the layers, which become rows of a batch.
+            request: the id of the request.
+            tokens: how many queries must have been recorded in each layer; with 0 the input has
+                none.
+            keys: (layers, Hkv, T, D) stored keys, decoded.
+
+        Raises:
+            RuntimeError: another number of queries was recorded.
+        """
         queries = keys.new_empty(len(run.layers), run.first.heads, 0, keys.shape[-1])
         if tokens:
             queries_of_layers = [
@@ -250,15 +317,17 @@ class Compressor:
 
 
 def _matches_order(keep: Tensor, order: Order) -> bool:
-    """Whether the number of kept tokens is the number that the scheduler has counted with."""
+    """Whether the number of kept tokens is the number that the scheduler has counted with. If heads
+    may differ, the number is that of all heads of each layer together.
+    """
     if not order.per_head_budget:
         return keep.shape[-1] == order.kept_tokens
     return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())
 
 
 class HeldPositions:
-    """The positions of the tokens that the requests of sessions keep. They are stored by layer and
-    by the first block of the request.
+    """The positions of the tokens that the requests of sessions keep. They are stored by the number
+    of the first block that the request has after its compression, and by layer.
     """
 
     def __init__(self) -> None:
@@ -267,10 +336,12 @@ class HeldPositions:
     def select(
         self, run: LayerRun, order: Order, selector: TurnSelector, layer: PromptLayer
     ) -> Tensor | None:
-        """Select the tokens of a session's request, and record their positions.
+        """Select the tokens of a session's request, and record their positions under the first
+        block to which they move.
 
         Returns:
-            (layers, H, K) int64 slots; None if all tokens are kept.
+            (layers, H or 1, K) int64 slots; None if all tokens are kept, and then nothing is
+            recorded.
         """
         positions = self._stored_positions(run, order, layer.keys.device)
         keep = selector.select_with_positions(layer, positions)
@@ -285,10 +356,12 @@ class HeldPositions:
         return keep
 
     def _stored_positions(self, run: LayerRun, order: Order, device: torch.device) -> Tensor | None:
-        """Return the position in the conversation of each token that is still stored.
+        """Return the position in the conversation of each token that is still stored. Tokens after
+        the last compression are all stored.
 
         Returns:
-            (layers, H, held) int64; None if nothing was dropped, because slots are then positions.
+            (layers, H or 1, held) int64; None if nothing was dropped, because slots are then
+            positions.
         """
         if order.seen_tokens == order.held_tokens:
             return None
@@ -300,6 +373,8 @@ class HeldPositions:
         return torch.cat([kept, tail.expand(*kept.shape[:2], -1)], dim=2)
 
     def forget(self, first_blocks: Iterable[int]) -> None:
-        """Forget the positions of histories whose first blocks are `first_blocks`."""
+        """Forget the positions that are stored under these first blocks. Blocks without positions
+        are ignored.
+        """
         for block in first_blocks:
             self._positions.pop(block, None)

@@ -24,14 +24,16 @@ from snapkv_vllm.refusals import require_shared_pages
 @dataclass(frozen=True)
 class HeadPlaces:
     """Computes where the pages of each head lie among all pages of a request, if the heads keep
-    different numbers of tokens.
+    different numbers of tokens. The pages of the prompt come first, head by head; later pages are
+    given to the heads in turn.
     """
 
     kept: Tensor  # (..., H) int64, the tokens of each head at the end of the prompt
     page_tokens: int
 
     def page_places(self, pages: Tensor) -> Tensor:
-        """Return where some pages of every head lie among all pages of the request.
+        """Return where some pages of every head lie among all pages of the request. The pages need
+        not be allocated yet.
 
         Args:
             pages: (..., H or 1, N) int64, page numbers of a head, counted from its first token.
@@ -47,6 +49,10 @@ class HeadPlaces:
     def make_output(self, states: Tensor, slots: int) -> Tensor:
         """Create the tensor of zeros into which `scatter` writes the kept states.
 
+        Args:
+            states: (..., K, D) keys or values, from which D, the dtype and the device are taken.
+            slots: how many slots the request has per head.
+
         Returns:
             A tensor of shape (..., H * slots + 1, D), whose last row takes padding.
         """
@@ -54,7 +60,8 @@ class HeadPlaces:
         return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
 
     def scatter(self, states: Tensor, found: Tensor, slots: int, first_head: int = 0) -> None:
-        """Write the kept states of some heads to their places.
+        """Write the kept states of some heads to their places. Slots of the output without a token
+        stay as they are.
 
         Args:
             states: (..., h, K, D), right-aligned; heads of several layers that share pages are
@@ -122,7 +129,7 @@ class HeadPages:
 
     @classmethod
     def from_caches(cls, *caches: Tensor) -> Self:
-        """Build the pages of one or several layers.
+        """Build the pages of one or several layers, as views of their caches.
 
         Args:
             caches: (blocks, Hkv, block_tokens, 2 * D) of each layer, with any strides. Several
@@ -140,14 +147,24 @@ class HeadPages:
         return cls(view, block_step, head_step, layer_step, heads, layers)
 
     def page_numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
-        """Return the numbers of the pages at `places` in `blocks`."""
+        """Return the numbers of the pages at `places` in `blocks`, which are tensors of the same
+        shape.
+
+        Args:
+            blocks: the numbers of blocks in the caches.
+            places: the places of pages among all pages of a request. Their remainder by the heads
+                of all layers is the place in the block, where the heads of the first layer come
+                first.
+        """
         head, layer = places % self.heads, places // self.heads % self.layers
         return blocks * self.block_step + head * self.head_step + layer * self.layer_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedRows:
-    """The requests of a batch whose KV heads store different numbers of tokens."""
+    """The requests of a batch whose KV heads store different numbers of tokens, all in the order of
+    the batch.
+    """
 
     starts: Sequence[int] = ()  # where the tokens of each request begin in the batch
     counts: Sequence[int] = ()  # how many tokens each request has in this step
@@ -161,7 +178,8 @@ class Sequences:
     """The heads of some requests in layers that are alike, where each head is a sequence with one
     KV head.
 
-    Sequences are ordered by request, then by head. Their tokens follow each other.
+    Sequences are ordered by request, then by head. Their tokens follow each other. N is the number
+    of tokens of these requests in the step.
     """
 
     # (N * Hkv,) int64, for each token of a sequence its index among the (tokens * Hkv) states of
@@ -188,9 +206,10 @@ def make_sequences(
     read.
 
     Args:
-        batch: the requests.
+        batch: the requests, at least one.
         places: the places of (N, requests, H) heads, where H are the heads that share pages: those
-            of one layer, or of all layers.
+            of one layer, or of all layers. N is 1 if they are those of all layers, otherwise the
+            number of layers.
         generated: (requests,) how many tokens each request has after its prompt, including this
             step.
         blocks: (requests, most blocks) the block table; blocks after those of a request are not
@@ -267,9 +286,9 @@ def sequence_metadata(
     """Return a copy of a batch's attention metadata that shows the sequences of one layer instead.
 
     Args:
-        plain: the metadata that `builder` has built.
+        plain: the metadata that `builder` has built, of a kind in `_PLANS`.
         found: the sequences.
-        layer: the number of the layer among those of `found`.
+        layer: the index of the layer among those of `found`.
         builder: vLLM's builder.
         group_size: the number of query heads per KV head.
     """
@@ -290,8 +309,8 @@ def sequence_metadata(
 def _cpu_plan(
     plain: Any, found: Sequences, layer: int, builder: Any, group_size: int
 ) -> dict[str, Any]:
-    """Return how the CPU kernel distributes the work among threads. vLLM's own builder requests
-    this from the kernel in the same way.
+    """Return the fields of the CPU backend's metadata that say how its kernel distributes the work
+    among threads. vLLM's own builder requests this from the kernel in the same way.
     """
     from vllm import _custom_ops as ops
     from vllm import envs
@@ -349,7 +368,8 @@ class _LayerStep:
             states: (tokens, Hkv * G, D) states of the batch.
 
         Returns:
-            A tensor of shape (N, G, D).
+            A tensor of shape (N * Hkv, G, D); a view of `states` if the sequences are in the order
+            of the batch.
         """
         by_head = states.reshape(len(states) * self.pages.heads, -1, states.shape[-1])
         if self.found.in_order:
@@ -362,8 +382,8 @@ class HeadsAttention:
     separate sequence with one KV head.
 
     For the other requests of a batch nothing changes. vLLM's kernels run over the whole batch, but
-    of these requests they see only the new tokens and store none of them; then their output is
-    replaced. If a batch has no other requests, the kernels do not run over it.
+    of the compressed requests they see only the new tokens and store none of them; then the output
+    of these requests is replaced. If a batch has no other requests, the kernels do not run over it.
 
     Args:
         across_layers: True if the heads of all layers share the pages of a request, in the order in
@@ -383,7 +403,8 @@ class HeadsAttention:
         return any(request in self._kept for request in requests)
 
     def record_kept(self, request: str, layer: str, kept: Tensor, prompt_tokens: int) -> None:
-        """Record how many tokens of a prompt the heads of a layer keep.
+        """Record how many tokens of a prompt the heads of a layer keep. On a GPU the host waits for
+        `kept`.
 
         Args:
             request: the id of the request.
@@ -396,12 +417,13 @@ class HeadsAttention:
         counts.max_tokens = max(counts.max_tokens, int(kept.max()))
 
     def forget(self, request: str) -> None:
-        """Forget a request that has ended or was preempted."""
+        """Forget a request that has ended or was preempted. An unknown request is ignored."""
         if self._kept.pop(request, None) is not None:
             self._places.clear()  # another request may get the same id
 
     def begin_step(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """Look up which requests of the batch have heads that store different numbers of tokens.
+        """Look up which requests of the batch have heads that store different numbers of tokens,
+        before attention metadata are built for the step.
 
         Args:
             requests: the ids of the requests, in the order of the batch.
@@ -418,13 +440,15 @@ class HeadsAttention:
         )
 
     def end_step(self) -> None:
-        """Forget the batch, because a dummy batch may follow."""
+        """Forget the batch and its sequences, because a dummy batch may follow. The numbers of kept
+        tokens stay.
+        """
         self._batch = CompressedRows()
         self._steps.clear()
 
     def patch_layer(self, name: str, layer: Any) -> None:
-        """Patch one of vLLM's attention layers so that it also computes attention and stores new
-        tokens for the sequences of each step.
+        """Patch one of vLLM's attention layers, so that it also computes attention and stores new
+        tokens for the sequences of each step. A layer must be patched only once.
         """
         impl = layer.impl
         single = _single_head_impl(impl)
@@ -455,7 +479,8 @@ class HeadsAttention:
         """Patch one of vLLM's attention metadata builders, so that it also prepares the sequences
         of each step.
 
-        Its layers must be patched already, and their caches allocated.
+        Its layers must be patched already, and their caches allocated. Building metadata then
+        changes the slots of compressed requests in vLLM's `slot_mapping` in place.
 
         Raises:
             UnsupportedModelError: layers that share pages have caches that cannot; see
@@ -489,7 +514,13 @@ class HeadsAttention:
         builder.build = build_with_sequences
 
     def _sequences(self, names: Sequence[str], common: Any, pages: HeadPages) -> Sequences:
-        """Build the sequences of this step for the layers `names`, which share `pages`."""
+        """Build the sequences of this step.
+
+        Args:
+            names: the names of the layers of one attention metadata builder.
+            common: vLLM's `CommonAttentionMetadata` of the batch.
+            pages: the pages of the first of these layers, with the steps that all of them have.
+        """
         batch = self._batch
         rows = torch.tensor(batch.rows, device=common.seq_lens.device)
         kept = [self._kept[request] for request in batch.requests]
@@ -514,6 +545,11 @@ class HeadsAttention:
     ) -> HeadPlaces:
         """Return where the pages of each head of this batch lie. The result is kept for later steps
         with the same requests.
+
+        Args:
+            names: the names of the layers.
+            kept: the numbers of tokens of each request of the batch.
+            pages: the pages of the first of these layers.
         """
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
@@ -527,7 +563,8 @@ class HeadsAttention:
         """Return a copy of vLLM's metadata in which the compressed requests of the batch store only
         the new tokens of the step.
 
-        Changes `common.slot_mapping` in place, because layers store new tokens by it as well.
+        Their slots in `common.slot_mapping` are set to -1 in place, because layers store new tokens
+        by it as well.
         """
         batch, device = self._batch, common.seq_lens.device
         lengths, counts = common.seq_lens.clone(), torch.tensor(batch.counts, dtype=torch.int32)
@@ -543,6 +580,9 @@ class HeadsAttention:
 
 
 def _single_head_impl(impl: Any) -> Any:
+    """Return a copy of vLLM's implementation of attention for one KV head and the query heads that
+    share it.
+    """
     single = copy.copy(impl)
     single.num_kv_heads, single.num_heads = 1, impl.num_heads // impl.num_kv_heads
     return single
@@ -551,7 +591,12 @@ def _single_head_impl(impl: Any) -> Any:
 def _attend(single: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
     """Compute the attention of the sequences, and write the result into the output of the batch.
 
-    Changes `output`, of shape (tokens, Hq, D), in place.
+    Args:
+        single: vLLM's implementation of attention, changed to one KV head.
+        step: the sequences of the layer.
+        layer: vLLM's attention layer.
+        query: (tokens, Hq, D) queries of the batch.
+        output: (tokens, Hq, D), changed in place in the rows of the sequences.
     """
     queries = step.select_states(query)
     answers = output.view(-1, *queries.shape[1:])

@@ -35,7 +35,7 @@ class DigestedTokens:
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
-        """Copy token ids and compute their digests, in a time that is linear in the number
+        """Copy token ids as int32 and compute their digests, in a time that is linear in the number
         of ids.
         """
         copied = np.array(ids, dtype=np.int32)
@@ -49,13 +49,14 @@ class DigestedTokens:
         return len(self.ids)
 
     def truncate(self, tokens: int) -> Self:
-        """Return the first `tokens` tokens with their digests."""
+        """Return the first `tokens` tokens with their digests. The ids are a view."""
         return type(self)(self.ids[:tokens], self.digests[: tokens // BLOCK])
 
     def count_common_tokens(self, other: "DigestedTokens") -> int:
         """Count the tokens at the beginning that are the same in both objects.
 
-        Equal digests are taken for equal tokens; `has_same_prefix` compares the tokens themselves.
+        Equal digests are taken for equal tokens, so the result may be too large if two digests
+        collide; `has_same_prefix` compares the tokens themselves.
         """
         most = min(len(self.digests), len(other.digests))
         blocks = bisect_left(range(most), True, key=lambda n: self.digests[n] != other.digests[n])
@@ -66,7 +67,9 @@ class DigestedTokens:
         return blocks * BLOCK + (int(differ[0]) if len(differ) else length)
 
     def has_same_prefix(self, other: "DigestedTokens", tokens: int) -> bool:
-        """Whether the first `tokens` tokens are the same in both, compared one by one."""
+        """Whether the first `tokens` tokens are the same in both, compared one by one. If one has
+        fewer tokens, so must the other.
+        """
         return np.array_equal(self.ids[:tokens], other.ids[:tokens])
 
 
@@ -112,8 +115,9 @@ class CompressedPrefix:
             protected: the spans that the request keeps whatever the votes.
 
         Returns:
-            The edits; None if the request needs a token that was dropped, keeps what was dropped,
-            or compresses spans.
+            The edits. None if the request compresses spans, if it does not drop all that the
+            history has dropped, or if it drops or keeps tokens of the compressed part that the
+            history did not protect, because some of them may have been evicted.
         """
         if self.drop.without(requested.drop).parts or requested.compress:
             return None
@@ -140,12 +144,16 @@ class History:
 
     @property
     def tenant(self) -> str:
-        """The tenant of the session: the hash of its API key, or "" on a server without keys."""
+        """The tenant of the session: the first 32 digits of the hash of its API key, or "" on a
+        server without keys.
+        """
         return self.owner[0].partition("/")[0]
 
     @property
     def first_block(self) -> int:
-        """The number of the first block of the history. Workers use it to identify the history."""
+        """The number of the first block of the history. Workers use it to identify the history,
+        which must have its blocks.
+        """
         block: int = self.blocks[0][0].block_id
         return block
 
@@ -155,8 +163,8 @@ class History:
         return len(self.tokens) - self.compressed.dropped_tokens
 
     def block_count(self, sizes: Sequence[int]) -> int:
-        """Return how many blocks the history takes in KV cache groups with these block sizes.
-        Blocks that it shares with other histories are counted as well.
+        """Return how many blocks the history takes in all KV cache groups together, if they have
+        these block sizes. Blocks that it shares with other histories are counted as well.
         """
         return sum(-(-self.held_tokens // size) for size in sizes)
 
@@ -164,9 +172,9 @@ class History:
         """Return how many tokens at its beginning a request can take from the blocks of this
         history; 0 if it cannot use the history.
 
-        These are full blocks, if one ends after the last compression. Otherwise the request
-        continues in the last block and overwrites what follows, so no other request may use the
-        history at the same time.
+        These are full blocks, if one ends at or after the last compression. Otherwise the request
+        continues in the last block and overwrites what follows, so the result is 0 while another
+        request uses the history.
 
         Args:
             same: how many first tokens the history has in common with the prompt. A larger number
@@ -201,16 +209,17 @@ def choose_evictions(
     takes most.
 
     Every tenant that takes anything has an equal share of `most`, and may also use what others
-    leave free. An item within the share of its tenant is never evicted.
+    leave free. No item is chosen of a tenant that takes at most its share.
 
     Args:
         idle: the items that may be evicted, least recently used first.
-        taken: how much each tenant takes, including the new item.
+        taken: how much each tenant takes, including the new item; it must not be empty, and is not
+            changed.
         most: how much all tenants together may take.
         size_of: how much one item takes.
 
     Returns:
-        The items to evict, and by how much `most` is still exceeded without them.
+        The items to evict, and by how much `most` is still exceeded without them, or 0.
     """
     share, taken, idle, found = most / len(taken), Counter(taken), list(idle), list[Item]()
     while taken.total() > most:

@@ -14,6 +14,10 @@ class KeptLengths:
 
     The buffers live as long as the runner. CUDA graphs that read them during capture therefore read
     the lengths of the current step during replay.
+
+    Args:
+        most_requests: the largest number of requests in a batch.
+        device: the device of the worker.
     """
 
     def __init__(self, most_requests: int, device: torch.device) -> None:
@@ -27,7 +31,8 @@ class KeptLengths:
 
         Args:
             requests: the ids of the requests, in the order of the batch.
-            dropped: how many tokens a request has dropped, for the requests that have dropped any.
+            dropped: how many tokens a request has dropped, by request id. Requests that have
+                dropped none may be left out, and others may be there that are not in the batch.
         """
         self.end_step()
         self._has_dropped = any(request in dropped for request in requests)
@@ -39,7 +44,9 @@ class KeptLengths:
             self._dropped.copy_(self._dropped_cpu, non_blocking=True)
 
     def end_step(self) -> None:
-        """Reset the numbers of dropped tokens to zero, because a dummy batch may follow."""
+        """Reset the numbers of dropped tokens to zero, because a dummy batch may follow. Until
+        `begin_step` is called, every length is that of vLLM.
+        """
         if self._has_dropped:
             self._dropped_cpu.zero_()
             self._dropped.zero_()
@@ -54,7 +61,8 @@ class KeptLengths:
             query_start_loc: (requests + 1,) int32, where the tokens of each request begin.
 
         Returns:
-            A tensor of shape (tokens,), or None if no request of the batch has dropped tokens.
+            A new int64 tensor of shape (tokens,), or None if no request of the batch has dropped
+            tokens.
         """
         if not self._has_dropped:
             return None
@@ -64,8 +72,8 @@ class KeptLengths:
         return positions - self._dropped[rows]
 
     def patch_builder(self, builder: Any) -> None:
-        """Patch one of vLLM's attention metadata builders so that it gets the numbers of stored
-        tokens instead of computed tokens.
+        """Patch one of vLLM's attention metadata builders, so that it gets the numbers of stored
+        tokens instead of computed tokens. A builder must be patched only once.
         """
         build = builder.build
 
@@ -80,7 +88,8 @@ class KeptLengths:
         """Return a copy of vLLM's `CommonAttentionMetadata` in which the lengths are the numbers of
         stored tokens.
 
-        The lengths are a view of this object's buffer, which the next call overwrites.
+        The lengths are a view of this object's buffer, which the next call overwrites. The bounds
+        on the host are changed only if a request of the batch has dropped tokens.
         """
         rows = metadata.seq_lens.shape[0]
         held = self._seq_lens[:rows]
@@ -93,7 +102,7 @@ class KeptLengths:
 
 def replace_lengths(metadata: Any, lengths: Tensor, bound: Tensor | None = None) -> Any:
     """Return a copy of vLLM's `CommonAttentionMetadata` in which the lengths of the requests are
-    replaced by other lengths.
+    replaced by other lengths. Everything else is shared.
 
     Args:
         metadata: the metadata of a batch.

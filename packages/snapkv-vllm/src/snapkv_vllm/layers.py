@@ -37,9 +37,7 @@ class VotingLayer:
     @property
     def cache(self) -> Tensor:
         """The tensor in which the keys and values of the layer are stored, of shape (blocks, Hkv,
-        block_tokens, numbers of a token).
-
-        Its shape is (blocks, Hkv, block_tokens, numbers of a token).
+        block_tokens, numbers of a token). It is the layer's own tensor or a view of it.
         """
         cache: Tensor = self.wrapped.kv_cache
         return cache
@@ -60,8 +58,10 @@ class VotingLayer:
         """Call the function `listener` with the queries of every batch, before the layer computes
         its attention.
 
+        The layer of vLLM is changed in place. There is no way to remove a listener.
+
         Args:
-            listener: gets (tokens, Hq, D) queries.
+            listener: gets (tokens, Hq, D) queries, which it must copy to store them.
         """
         impl = self.wrapped.impl
         forward = impl.forward
@@ -77,6 +77,9 @@ class VotingLayer:
 
         Args:
             queries: (1, Hq, W, D) queries as `add_query_listener` has passed them.
+
+        Returns:
+            (1, Hq, W, D) in the dtype of the model; `queries` itself unless they are in fp8.
         """
         if queries.dtype.itemsize > 1:
             return queries
@@ -123,12 +126,13 @@ class LatentLayer(VotingLayer):
 
 
 def voting_layer(layer: Any) -> VotingLayer:
+    """Wrap an attention layer of vLLM in the class for its kind of attention."""
     return LatentLayer(layer) if hasattr(layer, "kv_lora_rank") else VotingLayer(layer)
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
-    """Return the attention layers of a model that vLLM has built, by their names and in the order
-    of the model.
+    """Return the attention layers of a model that vLLM has built in this process, by their names
+    and in the order of the model. Layers with a recurrent state are left out.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
@@ -157,8 +161,8 @@ class LayerRun:
 
     @property
     def votes_impl(self) -> ops.Implementation:
-        """The implementation that computes the votes. On a CPU in half precision, heads are
-        computed one by one.
+        """The implementation that computes the votes: "by_head", which computes heads one by one,
+        on a CPU in half precision, and "auto" otherwise.
         """
         return "by_head" if self._is_half_on_cpu else "auto"
 
@@ -168,6 +172,10 @@ class LayerRun:
 
         Args:
             stored: (layers, Hkv, T, D) keys as they are stored.
+
+        Returns:
+            (layers, Hkv, T, D) in the dtype of the model; `stored` itself if that is how keys are
+            stored.
         """
         form = self.layout.form
         if form.byte_dtype is None:
@@ -179,6 +187,13 @@ class LayerRun:
     def to_cache_blocks(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
         """Convert the numbers of vLLM's blocks to numbers of blocks in the caches, which may be
         smaller.
+
+        Args:
+            blocks: the numbers of vLLM's blocks.
+            block_tokens: the size of vLLM's blocks, a multiple of the size in the caches.
+
+        Returns:
+            (blocks,) int64 on the device of the caches, in the order of the tokens.
         """
         cache = self.first.cache
         numbers = torch.tensor(blocks, device=cache.device)
@@ -186,9 +201,14 @@ class LayerRun:
         return (numbers[:, None] * parts + torch.arange(parts, device=cache.device)).flatten()
 
     def split_by_memory(self, prompt_tokens: int, kept_tokens: int) -> "Iterator[LayerRun]":
-        """Yield the layers in runs that are small enough to be copied at once.
+        """Yield the layers in runs that are small enough to be copied at once: by `MAX_COPY_BYTES`,
+        but at least one layer.
 
         On a CPU in float32 a run has one layer, so that votes are those of the library bit for bit.
+
+        Args:
+            prompt_tokens: how many tokens of the request are stored.
+            kept_tokens: how many of them are kept.
         """
         cache = self.first.cache
         of_keys = self.layout.form.bytes * cache.shape[1] * cache.shape[3] // 2
@@ -207,10 +227,11 @@ class LayerRun:
 
 
 def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
-    """Yield runs of consecutive layers that are alike, in the order of the model. The caches must
-    be allocated.
+    """Yield runs of consecutive layers that are alike, group by group and in the order of the
+    model. The caches must be allocated.
 
-    The caches must be allocated.
+    Args:
+        groups: the compressed layers, by name, for the index of each KV cache group.
     """
     depth = 0
     for group, layers in groups.items():

@@ -30,6 +30,9 @@ class NumberFormat:
 
     @classmethod
     def from_layer(cls, layer: Any) -> Self:
+        """Return the format in which an attention layer of vLLM stores keys and values. Its cache
+        must be allocated.
+        """
         name = getattr(layer, "kv_cache_dtype", "auto")
         if name not in FP8:
             return cls(layer.kv_cache.dtype)
@@ -39,13 +42,13 @@ class NumberFormat:
 
     def decode(self, stored: Tensor) -> Tensor:
         """Convert stored numbers to the dtype of the model, without multiplying by their scale. The
-        conversion is exact.
+        conversion is exact. Numbers that are not stored as bytes are returned as they are.
         """
         return stored if self.byte_dtype is None else stored.view(self.byte_dtype).to(self.dtype)
 
     @property
     def bytes(self) -> int:
-        """How many bytes a stored number takes, together with its decoded form if that is another
+        """How many bytes a stored number takes, plus those of its decoded form if that is another
         tensor.
         """
         return self.dtype.itemsize + (0 if self.byte_dtype is None else self.byte_dtype.itemsize)
@@ -57,21 +60,26 @@ FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 def make_layout(layers: Sequence[Any]) -> "Layout":
     """Return the layout of some attention layers that are alike. vLLM must have allocated their
-    caches.
+    caches, and their backend must be one of `LAYOUTS`.
     """
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
 
 
 def slot_numbers(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
-    """Return the numbers of the slots in which the first `tokens` tokens of a request are
-    stored.
+    """Return the numbers of the slots in which the first `tokens` tokens of a request are stored.
+
+    Args:
+        blocks: the request's blocks in the order of their tokens, an integer tensor.
+        tokens: how many tokens; at most those of all blocks are returned.
+        block_tokens: the size of a block.
     """
     within = torch.arange(block_tokens, device=blocks.device)
     return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
 
 
 def pad_tokens(states: Tensor, tokens: int) -> Tensor:
-    """Append zeros to the states of the kept tokens, so that they fill the last block.
+    """Append zeros to the states of the kept tokens, so that they fill the last block. If they fill
+    it already, `states` itself is returned.
 
     The last block may have belonged to a recurrent state, whose bytes may be NaN as keys and
     values. Attention masks the slots after a request's tokens by products with zero, which would
@@ -79,7 +87,7 @@ def pad_tokens(states: Tensor, tokens: int) -> Tensor:
 
     Args:
         states: (..., K, D) keys or values.
-        tokens: the number of tokens in the result.
+        tokens: the number of tokens in the result, at least K.
     """
     missing = tokens - states.shape[-2]
     return functional.pad(states, (0, 0, 0, missing)) if missing else states
@@ -89,8 +97,13 @@ class PlainLayout:
     """The layout of FlashAttention and Triton, in which the keys and the values of a token lie next
     to each other in memory.
 
-    It reads and writes the caches of some layers that are alike, each (blocks, Hkv, block_tokens, 2
-    * D) with any strides. Numbers are moved as they are stored; `form` says how to decode them.
+    It reads and writes the caches of some layers that are alike. Numbers are moved as they are
+    stored.
+
+    Args:
+        caches: the cache of each layer, (blocks, Hkv, block_tokens, 2 * D) with any strides.
+        head_size: D, the size of a key.
+        form: how to decode the stored numbers; by default they are in the dtype of the model.
     """
 
     def __init__(
@@ -101,11 +114,12 @@ class PlainLayout:
         self.form = form or NumberFormat(caches[0].dtype)
 
     def select_layers(self, layers: slice) -> Self:
-        """Return a layout that contains only some of the layers."""
+        """Return a layout that contains only some of the layers. It shares their caches."""
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Copy the keys of the first `tokens` tokens of a request out of the cache.
+        """Copy the keys of the first `tokens` tokens of a request out of the cache, in the form in
+        which the cache stores numbers.
 
         Args:
             blocks: the blocks of the request.
@@ -190,7 +204,13 @@ class CpuLayout:
 
     The packing is defined only by vLLM's kernel. So for each kind of block, numbers that encode
     their own index are written with that kernel and then located in memory. Reads use the packing
-    that was found in this way, writes use the kernel. The methods are those of `PlainLayout`.
+    that was found in this way, writes use the kernel. The methods are those of `PlainLayout`; the
+    first read raises UnsupportedModelError if the kernel changes numbers.
+
+    Args:
+        caches: the cache of each layer, (blocks, Hkv, block_tokens, 2 * D).
+        isa: vLLM's name of the instruction set.
+        form: how to decode the stored numbers; by default they are in the dtype of the model.
     """
 
     def __init__(
@@ -206,6 +226,9 @@ class CpuLayout:
         return type(self)(self._caches[layers], self._isa, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
+        """Copy keys as `PlainLayout.read_keys` does. Their memory may be ordered by numbers instead
+        of tokens.
+        """
         return self._read(0, blocks)[:, :, :tokens]
 
     def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:
@@ -247,7 +270,7 @@ class CpuLayout:
             blocks: the numbers of the blocks.
 
         Returns:
-            A tensor of shape (layers, Hkv, T, D).
+            A new tensor of shape (layers, Hkv, T, D), where T are all tokens of the blocks.
         """
         packing = self._measure_packings()[half]
         return packing.read([self._halves(cache)[half] for cache in self._caches], blocks)
@@ -334,7 +357,12 @@ class _Packing:
     @classmethod
     def build(cls, indices: Tensor, block_tokens: int, head_size: int) -> Self:
         """Build the packing from its indices, and find out whether they are the indices of a
-        strided tensor.
+        strided tensor. Only then `tokens` and `numbers` are set.
+
+        Args:
+            indices: (block_tokens * D,) int64, where each number of a block lies in memory.
+            block_tokens: the size of a block.
+            head_size: D, the size of a key or value.
         """
         of_tokens = _factors(block_tokens)
         sizes = (*of_tokens, *_factors(head_size))
@@ -356,8 +384,9 @@ class _Packing:
             blocks: the numbers of the blocks.
 
         Returns:
-            (layers, Hkv, T, D). If neighbouring tokens of a block are neighbours in memory, they
-            are in the result as well, because this is copied faster.
+            A new tensor of shape (layers, Hkv, T, D), where T are all tokens of the blocks. If
+            neighbouring tokens of a block are neighbours in memory, they are in the result as well,
+            because this is copied faster.
         """
         heads, head_size = caches[0].shape[1], caches[0].shape[3]
         if self.tokens is None or self.numbers is None:
@@ -380,7 +409,9 @@ class _Packing:
 
 
 def _factors(number: int) -> list[int]:
-    """Return the prime factors of a number in descending order."""
+    """Return the prime factors of a positive number in descending order, each as often as it
+    divides the number; empty for 1.
+    """
     found, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -395,7 +426,10 @@ def _measure_packings(
     isa: str, block_tokens: int, head_size: int, form: NumberFormat
 ) -> tuple[_Packing, _Packing]:
     """Find out how vLLM's kernel packs the keys and the values of a block, by writing known numbers
-    with it.
+    with it. The result is cached.
+
+    Returns:
+        The packing of the keys, and that of the values.
 
     Raises:
         UnsupportedModelError: the kernel does more than move the numbers.
@@ -418,8 +452,8 @@ def _measure_packings(
 
 
 def _pack(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Write a block with vLLM's kernel, and return the keys and the values in the order in which
-    they lie in memory.
+    """Write a block with vLLM's kernel into a new cache, and return the keys and the values in the
+    order in which they lie in memory.
 
     Args:
         states: (block_tokens, 1, D), written both as keys and as values.

@@ -39,6 +39,10 @@ class LargestStep:
     def from_config(cls, vllm_config: Any) -> "LargestStep":
         """Compute the largest sizes from vLLM's configuration, which contains the settings of the
         server.
+
+        Raises:
+            InvalidArgumentError: the settings have an unknown name or a value that is out of range.
+            InvalidTypeError: a value of the settings has the wrong type.
         """
         settings = ServingSettings.from_config(vllm_config.additional_config)
         scheduler, limits = vllm_config.scheduler_config, settings.limits
@@ -61,7 +65,17 @@ def hold_largest_queries(
     layers: Sequence[Any], largest: LargestStep, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
     """Allocate the largest recorded queries during the ``with`` block, and compress a prompt of the
-    largest size afterwards.
+    largest size at its end, while they are still allocated.
+
+    All of it is freed afterwards, so that only the peak of the device's memory shows it. The prompt
+    is compressed with every policy of `largest`, with the sizes of the layer that has the widest
+    queries.
+
+    Args:
+        layers: vLLM's attention layers that are compressed; nothing is done without any.
+        largest: the sizes.
+        dtype: the dtype of the model.
+        device: where the memory is allocated.
     """
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
@@ -77,8 +91,13 @@ def hold_largest_queries(
 
 
 def _prompt(layer: Any, tokens: int, query_tokens: int, options: dict[str, Any]) -> PromptLayer:
-    """Build the input of a policy for a prompt of `tokens` zeros, the last of which have
-    queries.
+    """Build the input of a policy for a prompt of `tokens` zeros in one layer.
+
+    Args:
+        layer: vLLM's attention layer.
+        tokens: the length of the prompt.
+        query_tokens: how many of the last tokens have queries, or all of them if there are fewer.
+        options: the dtype and the device of the tensors.
     """
     queries, width = min(query_tokens, tokens), layer.head_size
     keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **options)
@@ -95,6 +114,9 @@ def _prompt(layer: Any, tokens: int, query_tokens: int, options: dict[str, Any])
 
 @torch.inference_mode()
 def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]) -> None:
+    """Allocate what a compression of one layer with `policy` needs, by compressing a prompt of
+    zeros. Nothing is returned or stored.
+    """
     kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **options)]
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
     selection = policy.select(prompt)
@@ -108,8 +130,9 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, A
 def _vote_across_layers(
     layers: int, layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]
 ) -> None:
-    """Compress a prompt in `layers` layers together, as if the first layer kept all of its
-    tokens.
+    """Allocate what a compression of `layers` layers together needs, with the scores of one layer
+    and zeros for the others, as if the first layer kept all of its tokens. Nothing is returned or
+    stored.
     """
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
     others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)

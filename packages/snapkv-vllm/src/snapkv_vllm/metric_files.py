@@ -34,7 +34,7 @@ take.
 
 def write_without_mapping() -> None:
     """Patch prometheus_client so that it writes the counts of this process to files with
-    `WrittenCounts`.
+    `WrittenCounts`. Files that it has opened before stay mapped into memory.
     """
     from prometheus_client import values
 
@@ -42,7 +42,8 @@ def write_without_mapping() -> None:
 
 
 def require_writable(folder: str) -> None:
-    """Raise unless the metrics of a server can be written to `folder`.
+    """Check that the metrics of a server can be written to `folder`, which must exist. A temporary
+    file of 1 MiB is written there for this.
 
     Raises:
         RefusedError: the folder cannot be written to, or less than 1 MiB is free.
@@ -55,7 +56,9 @@ def require_writable(folder: str) -> None:
 
 
 def cannot_write(folder: str, error: OSError) -> RefusedError:
-    """Build the error that says that metrics cannot be written to a folder, and why."""
+    """Return the error that says that metrics cannot be written to a folder, and why, for the
+    caller to raise.
+    """
     size = format_bytes(_MIN_FREE_BYTES)
     problem = f"cannot write {size} of metrics to '{folder}' ({error.strerror})"
     return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or use another folder")
@@ -77,13 +80,19 @@ class WrittenCounts:
         self._try(self._open)
 
     def read_value(self, key: str) -> tuple[float, float]:
-        """Return a value and the time at which it was set. A new value is 0."""
+        """Return a value and the time at which it was set. A value that does not exist is created
+        as 0, also in the file.
+        """
         if key not in self._counts:
             self.write_value(key, 0.0, 0.0)
         return self._counts[key]
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
-        """Set a value and its time, and write both of them to the file if that is possible."""
+        """Set a value and its time, and write both of them to the file if that is possible.
+
+        No error is raised if it is not possible. A value that the file does not contain yet is
+        tried again by later calls, at least 10 seconds after the last failure.
+        """
         self._counts[key] = value, timestamp
         if key in self._places:
             self._try(self._write, self._places[key], _COUNT.pack(value, timestamp))
@@ -91,15 +100,15 @@ class WrittenCounts:
             self._try(self._append_missing)
 
     def close(self) -> None:
-        """Close the file. It is opened again when a later value is written."""
+        """Close the file, if it is open. It is opened again when a later value is written."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
             self._places.clear()
 
     def _try(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Call `step`. If it raises an `OSError`, log the first such error, and let a later count
-        try again.
+        """Call `step` with `arguments`, and catch an `OSError` that it raises. The first of these
+        errors is logged, and every one sets the time of the next try.
         """
         try:
             step(*arguments)
@@ -111,8 +120,13 @@ class WrittenCounts:
                 _logger.warning(message, self._path, error.strerror)
 
     def _open(self) -> None:
-        """Open the file of this process and read its counts. The file may have been left by an
-        ended process with the same process id.
+        """Open the file of this process, which is created if it is missing, and read the counts
+        that it contains. The file may have been left by an ended process with the same process id.
+
+        A count that this object already has stays unchanged.
+
+        Raises:
+            OSError: the file cannot be created or read.
         """
         from prometheus_client.mmap_dict import MmapedDict
 
@@ -130,7 +144,13 @@ class WrittenCounts:
             self._used = place + _COUNT.size
 
     def _append_missing(self) -> None:
-        """Append all counts to the file that it does not contain yet."""
+        """Append all counts to the file that it does not contain yet, and open it before if it is
+        closed.
+
+        Raises:
+            OSError: the disk is full, or the file cannot be opened or written to. Counts before
+                that are in the file.
+        """
         if self._file < 0:
             self._open()
         for key in [one for one in self._counts if one not in self._places]:
@@ -143,10 +163,11 @@ class WrittenCounts:
             self._places[key], self._used = end - _COUNT.size, end
 
     def _write(self, place: int, part: bytes) -> None:
-        """Write the bytes of `part` at the position `place` of the file.
+        """Write the bytes of `part` at the position `place` of the file, which must be open.
 
         Raises:
-            OSError: the disk is full, or the file cannot be written to.
+            OSError: the disk is full, or the file cannot be written to. A part of the bytes may
+                have been written.
         """
         if os.pwrite(self._file, part, place) < len(part):  # the rest did not fit
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

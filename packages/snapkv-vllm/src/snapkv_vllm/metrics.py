@@ -52,6 +52,10 @@ class Stopwatch:
     On a CPU that is at once. On an accelerator, events are recorded before and after the work, and
     the host does not wait for them; `report` reports the times of events that the device has
     passed.
+
+    Args:
+        device: the device that does the work.
+        observe: called with each time in seconds.
     """
 
     def __init__(self, device: torch.device, observe: Callable[[float], None]) -> None:
@@ -61,8 +65,11 @@ class Stopwatch:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Measure the time of the ``with`` block, including the work that it launches on the
-        device.
+        """Measure the time of the ``with`` block in seconds, including the work that it launches on
+        the device.
+
+        On a CPU the time is reported at the end of the block, otherwise by a later call of
+        `report`. If the block raises, nothing is reported.
         """
         if self._device.type == "cpu":
             start = time.perf_counter()
@@ -76,8 +83,8 @@ class Stopwatch:
         self._open.append((begin, end))
 
     def report(self) -> None:
-        """Report the times that have become known since the last call, without waiting for the
-        device.
+        """Report the times that have become known since the last call, in the order of the work,
+        without waiting for the device.
         """
         while self._open and self._open[0][1].query():
             begin, end = self._open.popleft()
@@ -86,8 +93,12 @@ class Stopwatch:
 
 @functools.cache
 def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
-    """Build the metric `name`, or return it if it exists, because prometheus_client registers a
-    name only once.
+    """Build the metric `name`, whose full name begins with ``snapkv:``, or return it if it exists,
+    because prometheus_client registers a name only once.
+
+    Raises:
+        KeyError: there is no metric with this name.
+        ValueError: the metric exists with other names of labels.
     """
     from prometheus_client import Counter, Gauge, Histogram
 
@@ -101,7 +112,9 @@ def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
 
 
 def labels_of(vllm_config: Any) -> dict[str, str]:
-    """Return the labels of an engine's metrics, which are the name of its model and its number."""
+    """Return the labels of an engine's metrics: "model_name", the name of its model in requests,
+    and "engine", the number of the engine among the data-parallel ones.
+    """
     engine = vllm_config.parallel_config.data_parallel_index
     return {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine)}
 
@@ -109,28 +122,42 @@ def labels_of(vllm_config: Any) -> dict[str, str]:
 class Metrics:
     """The metrics of one engine or one model in this process. The names of metrics are given
     without ``snapkv:``.
+
+    Args:
+        labels: labels that all metrics of this object have.
     """
 
     def __init__(self, **labels: str) -> None:
         self._labels = labels
 
     def get(self, name: str, **labels: str) -> Any:
-        """Return the metric `name` with the labels of this object and the given labels."""
+        """Return the metric `name` with the labels of this object and the given labels, as an
+        object of prometheus_client.
+
+        Raises:
+            KeyError: there is no metric with this name.
+        """
         labels = self._labels | labels
         return _make_metric(name, tuple(labels)).labels(**labels)
 
     def count(self, name: str, by: int = 1, **labels: str) -> None:
-        """Increase the value of a counter by the number `by`."""
+        """Increase the value of a counter by the number `by`. With 0 the counter is only created,
+        so that it is shown from the start.
+        """
         self.get(name, **labels).inc(by)
 
     def set(self, name: str, value: int, **labels: str) -> None:
-        """Set the value of a gauge to a number."""
+        """Set the value of a gauge to a number.
+
+        Raises:
+            KeyError: there is no metric with this name.
+        """
         self.get(name, **labels).set(value)
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
-    """Return a stopwatch for the compressions of a worker. Only the first worker of an engine
-    reports times.
+    """Return a stopwatch for the compressions of a worker, which observes the times in a histogram.
+    Only the first worker of an engine does; the stopwatches of the others discard their times.
     """
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -151,13 +178,13 @@ class PromptMetrics(Metrics):
         self.record_refusal("prompt", by=0)
 
     def record_refusal(self, reason: str, by: int = 1) -> None:
-        """Count a request that is refused only by the engine. vLLM's server answers such a request
-        with status 500.
+        """Count a request that is refused only by the engine, as `reason`. vLLM's server answers
+        such a request with status 500.
         """
         self.count("refusals", by, status="500", reason=reason)
 
     def record_compression(self, order: Order, blocks_freed: int) -> None:
-        """Count one compression, and the blocks that it has freed.
+        """Count one compression, and the blocks that it has freed in all KV cache groups.
 
         If a request is preempted and compressed again, both are counted again.
         """
@@ -166,7 +193,12 @@ class PromptMetrics(Metrics):
 
     def record_prompt_end(self, request: Any, *, kept_tokens: int) -> None:
         """Count the prompt of a request when it has been read. If the request is preempted and
-        starts again, it is counted only once.
+        starts again, it is counted only once, until `forget_request` is called.
+
+        Args:
+            request: vLLM's request.
+            kept_tokens: how many tokens of the prompt each KV head keeps on average; fewer than the
+                prompt has if it was compressed.
         """
         if request.request_id in self._counted:
             return
@@ -179,6 +211,6 @@ class PromptMetrics(Metrics):
 
     def forget_request(self, request_id: str) -> None:
         """Forget that the prompt of a request was counted, because a later request may have the
-        same id.
+        same id. A request that was not counted is ignored.
         """
         self._counted.discard(request_id)

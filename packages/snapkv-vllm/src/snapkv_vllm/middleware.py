@@ -38,8 +38,8 @@ class Refusals(Metrics):
         super().__init__(**labels_of(vllm_config) | {"engine": ""})
 
     def counting(self, context: RequestContext, send: Send) -> Send:
-        """Return a function that sends messages with `send`, and that counts the response if
-        `context` says that its request was refused.
+        """Return a function that sends messages with `send`, and that first counts the response if
+        its status is at least 400 and `context` says why the request was refused.
         """
 
         async def send_and_count(message: Message) -> None:
@@ -69,7 +69,13 @@ class SettingsCheck:
         self._refusals: Refusals | None = None
 
     async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
-        """Answer one request of the server. The first call comes when the server starts."""
+        """Answer one request of the server by calling the application.
+
+        If it is a POST request, its settings are checked when the application reads the body,
+        unless the body is a form, and a stream that begins with an error is answered with the
+        status of the error. The first call of all, which comes when the server starts, prepares the
+        server; see `_settings_of`.
+        """
         settings = self._settings_of(scope)
         has_owner = self._has_keys and "headers" in scope
         context = RequestContext(tenant_of(scope["headers"]) if has_owner else SHARED_TENANT)
@@ -83,6 +89,16 @@ class SettingsCheck:
             await self._app(scope, receive, send)
 
     def _settings_of(self, scope: Message) -> ServingSettings:
+        """Return the settings of the server.
+
+        The first call reads them from the options of the server. It also patches vLLM's client and
+        renderer if the application has them, and adds the routes of sessions if sessions are
+        enabled.
+
+        Raises:
+            InvalidArgumentError: the settings have an unknown name or a value that is out of range.
+            InvalidTypeError: a value of the settings has the wrong type.
+        """
         if self._settings is None:
             from vllm import envs
 
@@ -102,9 +118,10 @@ class SettingsCheck:
 
 def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Receive:
     """Wrap the ASGI function `receive` so that it returns the whole body of the request as one
-    message, after checking it.
+    message, after checking it and moving its settings to where vLLM reads them.
 
-    The wrapped function raises HTTPException with status 400 if a setting is wrong.
+    A message that is not part of the body, such as a disconnect, is returned unchanged. The wrapped
+    function raises HTTPException with status 400 if a setting is wrong.
     """
 
     async def receive_checked() -> Message:
@@ -132,8 +149,8 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
 
 
 def _is_form(scope: Message) -> bool:
-    """Whether the body of a request is a form, which may contain files that the server does not
-    keep in memory.
+    """Whether the body of a request is a form by its content type. A form may contain files that
+    the server does not keep in memory.
     """
     content_types = (value for name, value in scope["headers"] if name.lower() == b"content-type")
     content_type = next(content_types, b"").partition(b";")[0].strip().lower()

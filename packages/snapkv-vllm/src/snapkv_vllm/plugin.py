@@ -27,9 +27,11 @@ _OWN_FOLDER_VARIABLE = "SNAPKV_METRICS_DIR"
 def register() -> None:
     """Register this plugin with vLLM in the current process (entry point ``vllm.general_plugins``).
 
-    If several processes count in files, these are written without a memory map; see `metric_files`.
-    A process of a server that this package has started ends with its parent from here on. With
-    vLLM's own command it does so from where its worker, scheduler or web application is built.
+    The block manager of the plugin is registered if the installed version of vLLM is supported. If
+    several processes write their metrics to files, prometheus_client is patched to do this without
+    a memory map; see `metric_files`. A process of a server that this package has started is killed
+    from now on when its parent ends. With vLLM's own command this begins where the worker, the
+    scheduler or the web application is built.
     """
     from snapkv_vllm.versions import is_supported_version
 
@@ -52,8 +54,11 @@ def make_metrics_folder() -> Iterator[None]:
     """Make a temporary folder for metrics, which is used by all processes that start inside the
     ``with`` block.
 
+    The folder is in the environment variables `METRICS_VARIABLE`, whose former value is lost, and
+    `_OWN_FOLDER_VARIABLE`. At the end of the block both are removed, and the folder is deleted.
+
     Raises:
-        InvalidArgumentError: the folder cannot be made or written to.
+        InvalidArgumentError: the folder cannot be made or written to, or less than 1 MiB is free.
     """
     from snapkv_vllm.metric_files import cannot_write, require_writable
 
@@ -74,11 +79,14 @@ def make_metrics_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_users_folder() -> Iterator[None]:
-    """Lock the folder for metrics that the user has chosen, because two servers must not count in
-    the same folder.
+    """Lock the folder for metrics that the user has chosen inside the ``with`` block, because two
+    servers must not count in the same folder.
+
+    `METRICS_VARIABLE` must be set to this folder, which is created if it is missing.
 
     Raises:
-        InvalidArgumentError: another server uses the folder, or it cannot be written to.
+        InvalidArgumentError: another server uses the folder, it cannot be written to, or less than
+            1 MiB is free.
     """
     import fcntl
 
@@ -105,19 +113,20 @@ def lock_users_folder() -> Iterator[None]:
 
 
 def own_metrics_folder() -> Path | None:
-    """Return the folder that `make_metrics_folder` has made if this process uses it, otherwise
-    None.
+    """Return the folder that `make_metrics_folder` has made in this process or a parent, if this
+    process writes its metrics there, otherwise None.
     """
     folder = os.environ.get(_OWN_FOLDER_VARIABLE)
     return Path(folder) if folder and folder == os.environ.get(METRICS_VARIABLE) else None
 
 
 def end_with_parent() -> None:
-    """Make sure that this process is killed as soon as its parent process has ended.
+    """Start a thread that kills this process as soon as its parent process has ended, and that
+    first deletes the folder of `own_metrics_folder`.
 
     A process that is killed cannot stop its children. vLLM's engine would keep running, and with it
     the memory that a new server needs, and the files of metrics. Nothing happens in a process that
-    vLLM has not started, such as a user's own, or on systems other than Linux.
+    vLLM has not started, such as a user's own, in a later call, or on systems other than Linux.
     """
     parent = multiprocessing.parent_process()
     of_vllm = multiprocessing.current_process().name.startswith(PROCESS_NAME_PREFIXES)
@@ -127,10 +136,14 @@ def end_with_parent() -> None:
 
 @functools.cache  # a forked process has another parent
 def _watch(process: int) -> None:
+    """Start a thread that runs `_kill_after`, once for each process id."""
     threading.Thread(target=_kill_after, args=(process,), daemon=True).start()
 
 
 def _kill_after(process: int) -> None:
+    """Wait until the process with the id `process` has ended, delete this process's own folder of
+    metrics, and kill this process.
+    """
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:

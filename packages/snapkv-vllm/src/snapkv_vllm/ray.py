@@ -21,8 +21,8 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def runtime_env() -> dict[str, Any]:
-    """Return the environment that Ray must give to actors that run an engine. `application` uses it
-    by itself.
+    """Return the environment that Ray must give to actors that run an engine, as a dictionary for
+    Ray's `runtime_env`. `application` sets it itself.
 
     For your own deployment pass ``ray_actor_options={"runtime_env": runtime_env()}``. An actor on
     another machine does not inherit the environment of this process. The variables that vLLM and
@@ -49,6 +49,9 @@ def application(
     """Build a Ray Serve application for `serve.run`, in which replicas of vLLM's server have one
     common address.
 
+    No engine is started yet. The names of `arguments` and the values of `engine_args` are checked
+    here; vLLM checks its own values when a replica starts.
+
     Args:
         model: the model that vLLM loads, a folder or a hub id.
         replicas: the number of engines.
@@ -59,7 +62,8 @@ def application(
         arguments: arguments of `engine_args`, and options of ``vllm serve`` with underscores.
 
     Raises:
-        InvalidArgumentError: an option that vLLM's server does not have, or a wrong value.
+        InvalidArgumentError: an option that vLLM's server does not have or that belongs to the
+            plugin, or a wrong value.
         InvalidTypeError: a value has the wrong type.
         MissingDependencyError: Ray Serve or vLLM is not installed, or vLLM's version is not
             supported.
@@ -83,8 +87,8 @@ def application(
 
 
 def _add_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the actor options with `runtime_env` added to them. The environment variables of the
-    user take precedence.
+    """Return a copy of the actor options in which `runtime_env` is added to the user's environment.
+    The environment variables of the user take precedence.
     """
     user_environment = dict(actor_options.get("runtime_env") or {})
     env_vars = {**runtime_env()["env_vars"], **(user_environment.get("env_vars") or {})}
@@ -95,9 +99,16 @@ class Replica:
     """A replica of the server: one engine of vLLM together with its HTTP routes. Ray Serve builds
     it in an actor.
 
+    While it exists, its process writes metrics to a temporary folder; see `make_metrics_folder`.
+
     Args:
         model: the model that vLLM loads.
-        arguments: the arguments of `application`.
+        arguments: the further arguments of `application`.
+
+    Raises:
+        InvalidArgumentError: an argument is unknown or wrong, or metrics cannot be written.
+        InvalidTypeError: a value has the wrong type.
+        MissingDependencyError: vLLM is not installed, or its version is not supported.
     """
 
     def __init__(self, model: str, arguments: Mapping[str, Any]) -> None:
@@ -106,7 +117,9 @@ class Replica:
         self._args = _parse_arguments(model, arguments)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Start the engine of this replica, and return vLLM's web application for it."""
+        """Start the engine of this replica, and return vLLM's web application for it. Ray Serve
+        calls this once. Errors of vLLM go through unchanged.
+        """
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app
@@ -127,16 +140,25 @@ class Replica:
         await self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Stop the engine of this replica. Ray Serve waits for this method."""
+        """Stop the engine of this replica, and delete its folder of metrics. Ray Serve waits for
+        this method.
+        """
         await self._stack.aclose()
 
 
 def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
     """Return the namespace of options that ``vllm serve`` would have parsed from a command line
-    with the same values.
+    with the same values, together with the options of this plugin.
+
+    The values of vLLM's options are set as they are, without being parsed or checked.
+
+    Args:
+        model: the model that vLLM loads.
+        arguments: arguments of `engine_args`, and options of ``vllm serve`` with underscores.
 
     Raises:
-        InvalidArgumentError: an option that vLLM's server does not have, or a wrong value.
+        InvalidArgumentError: an option that vLLM's server does not have or that belongs to the
+            plugin, or a wrong value.
         InvalidTypeError: a value has the wrong type.
         MissingDependencyError: vLLM is not installed, or its version is not supported.
     """

@@ -18,9 +18,13 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
 
     Layers with a sliding window or a recurrent state store little and are not compressed.
 
+    Args:
+        layers: vLLM's attention layers, by name.
+        specs: vLLM's specs of all layers that have a cache, by name.
+
     Raises:
-        UnsupportedModelError: no layer has full attention, a layer reads the cache of another one,
-            or one with full attention cannot be compressed.
+        UnsupportedModelError: no layer has full attention, a layer of any kind reads the cache of
+            another layer, or one with full attention cannot be compressed.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -39,6 +43,11 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
 
 def _require_compressible(name: str, layer: Any, spec: Any) -> None:
     """Check that a layer with full attention can be compressed.
+
+    Args:
+        name: the name of the layer, for the error.
+        layer: vLLM's attention layer; None if it is not one.
+        spec: vLLM's spec of its cache.
 
     Raises:
         UnsupportedModelError: the attention, the backend or the cache format of the layer is not
@@ -86,15 +95,16 @@ def require_splittable_heads(name: str, layer: Any) -> None:
 
 
 def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
-    """Check that a page of one layer can also store tokens of any other layer.
+    """Check that a page of one layer can also store tokens of any other layer. A single layer is
+    always accepted.
 
     Args:
         caches: the caches of the layers that are prepared together.
         layers: how many layers are compressed in total.
 
     Raises:
-        UnsupportedModelError: these are not all layers, or their caches are not equal parts of one
-            tensor in ascending order.
+        UnsupportedModelError: these are not all layers, or their caches differ in shape, strides or
+            dtype, or do not follow each other at equal distances in one tensor.
     """
     starts = [cache.storage_offset() for cache in caches]
     steps = {end - start for start, end in itertools.pairwise(starts)}

@@ -33,8 +33,12 @@ class RequestCheck:
     def validate_params(cls, sampling_params: Any) -> None:
         """Check the settings of a request. vLLM's server answers a ValueError with status 400.
 
+        The prompt is not known yet, so it is not checked that spans lie inside it. The reason for a
+        refusal is recorded in the current `RequestContext`.
+
         Raises:
-            ValueError: a setting is wrong; a TypeError is converted into this error.
+            ValueError: a setting is wrong. An `InvalidArgumentError` is one, and an
+                `InvalidTypeError` is converted.
         """
         try:
             with record_refusals():
@@ -61,10 +65,13 @@ class _Checks:
     """Builds a `RequestCheck` for the settings that are encoded in the name of an attribute."""
 
     def __getattr__(self, name: str) -> type[RequestCheck]:
-        """Build the check for the settings that `name` encodes.
+        """Build a new subclass of `RequestCheck` for the settings that `name` encodes.
 
         Raises:
-            AttributeError: the name does not encode settings.
+            AttributeError: the name does not encode JSON.
+            InvalidArgumentError: the encoded settings have an unknown name or a value that is out
+                of range.
+            InvalidTypeError: a value of the settings has the wrong type.
         """
         try:
             config = json.loads(bytes.fromhex(name.removeprefix("of_")))
@@ -80,15 +87,15 @@ _NAME = f"{__name__}:checks.of_"
 
 
 def check_name(settings: ServingSettings) -> str:
-    """Return the value of vLLM's option `logits_processors` with which vLLM finds the check for
+    """Return the entry for vLLM's option `logits_processors` by which vLLM finds the check for
     these settings.
     """
     return _NAME + json.dumps(settings.to_config()).encode().hex()
 
 
 def remove_checks(processors: Sequence[Any] | None) -> list[Any] | None:
-    """Return the `logits_processors` without the checks of this plugin, or None if there are no
-    others. An engine loads only these.
+    """Return a new list of the `logits_processors` without the checks of this plugin, or None if
+    there are no others. An engine loads only these.
     """
     others = [one for one in processors or () if not str(one).startswith(_NAME)]
     return others or None

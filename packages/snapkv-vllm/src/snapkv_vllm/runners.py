@@ -44,12 +44,14 @@ class CompressingRunner:
 
     @classmethod
     def extend(cls, runner: Any) -> Self:
-        """Add the methods of this class to an existing runner by changing the class of the runner.
-
-        Other runners of that class do not change.
+        """Add the methods of this class to an existing runner by changing the class of the runner,
+        and return the runner. It gets a new class, so other runners do not change.
 
         Raises:
             UnsupportedModelError: the engine cannot serve with the settings of the server.
+            InvalidArgumentError: the settings in `additional_config` have an unknown name or a
+                value that is out of range.
+            InvalidTypeError: a value of the settings has the wrong type.
         """
         config = runner.vllm_config
         settings = ServingSettings.from_config(config.additional_config)
@@ -70,13 +72,15 @@ class CompressingRunner:
 
     @abstractmethod
     def _set_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
-        """Replace the list of blocks of a compressed request by the blocks that it still has."""
+        """Replace the blocks of a compressed request by the targets of its moves. A request that
+        the runner no longer has is ignored.
+        """
 
     # Methods that both runners share.
 
     def get_kv_cache_spec(self: Any) -> Any:
-        """Return the specs of all layers. The specs of layers that can be compressed are replaced
-        by specs of this plugin.
+        """Return the specs of all layers, by name. The specs of layers that can be compressed are
+        replaced by specs of this plugin.
 
         Raises:
             UnsupportedModelError: the layers of the model cannot be compressed.
@@ -87,7 +91,10 @@ class CompressingRunner:
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
         """Let vLLM measure the memory of its largest step together with the memory of the largest
-        compression.
+        compression, which is allocated and computed here.
+
+        Raises:
+            UnsupportedModelError: the layers of the model cannot be compressed.
         """
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
@@ -97,6 +104,9 @@ class CompressingRunner:
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         """Allocate the cache as vLLM does, and look up how its keys and values lie in memory.
+
+        vLLM's attention metadata builders are patched, so that they get the numbers of stored
+        tokens. The first call also patches the attention layers.
 
         Raises:
             UnsupportedModelError: the layers or their caches cannot be compressed.
@@ -121,6 +131,13 @@ class CompressingRunner:
         )
 
     def _make_compressor(self: Any, groups: Mapping[int, Any]) -> Compressor:
+        """Build the compressor for the compressed KV cache groups. If heads may keep different
+        numbers of tokens, the attention layers are patched as well.
+
+        Raises:
+            UnsupportedModelError: a layer has attention sinks, and heads may keep different numbers
+                of tokens.
+        """
         layers = attention_layers(self.vllm_config)
         of_group = {
             number: {name: layers[name] for name in layers if name in group.layer_names}
@@ -135,7 +152,12 @@ class CompressingRunner:
     @torch.inference_mode()
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step of the model, and then carry out the orders that the scheduler has sent with
-        this step.
+        this step. The result is that of vLLM.
+
+        Requests that were compressed in the last step get their new blocks first.
+
+        Raises:
+            RuntimeError: another number of tokens is kept than the scheduler has counted.
         """
         self._forget(find_restarted_requests(scheduler_output))
         # vLLM sends a plain step when it measures memory or time.
@@ -159,6 +181,7 @@ class CompressingRunner:
         return output
 
     def _forget(self, requests: Iterable[str]) -> None:
+        """Forget everything that is stored for some requests, except the positions of histories."""
         for request_id in requests:
             self._dropped.pop(request_id, None)
             self._compressed.pop(request_id, None)
@@ -166,7 +189,8 @@ class CompressingRunner:
             self._heads.forget(request_id)
 
     def _begin_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """Set how many tokens each request of the batch stores, and whose queries are recorded.
+        """Set how many tokens each request of the batch stores, and which rows of the batch have
+        queries that are recorded.
 
         Args:
             requests: the ids of the requests, in the order of the batch.
@@ -181,6 +205,9 @@ class CompressingRunner:
         }
 
     def _run_orders(self) -> None:
+        """Carry out the orders of the step that has just run, and record which requests were
+        compressed, for the next step.
+        """
         orders, self._orders = self._orders, {}
         self._stopwatch.report()
         if not orders:  # for example before the cache is allocated
@@ -239,6 +266,9 @@ class CompressingFirstRunner(CompressingRunner):
             self.input_batch.block_table.add_row(state.block_ids, row)
 
     def _prepare_inputs(self: Any, scheduler_output: Any, *args: Any) -> Any:
+        """Prepare the inputs of a step as vLLM does, and map the new tokens of compressed requests
+        to the slots that follow their stored tokens. The slots are changed in vLLM's block tables.
+        """
         prepared = super()._prepare_inputs(scheduler_output, *args)  # type: ignore[misc]
         requests = self.input_batch.num_reqs
         starts = self.query_start_loc
@@ -253,8 +283,8 @@ class CompressingFirstRunner(CompressingRunner):
         return prepared
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample the next tokens without the random generators of the prompts that are still being
-        read.
+        """Sample the next tokens as vLLM does, but without the random generators of the prompts
+        that are still being read. The generators are put back afterwards.
 
         vLLM discards such a sample and rewinds the generator by an offset. Generators on CPUs have
         no offset, and the engine would end with an error.
@@ -302,7 +332,8 @@ class CompressingSecondRunner(CompressingRunner):
         return state, None if self._needs_eager_step else uniform
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        """Map the new tokens of compressed requests to the slots that follow their stored tokens.
+        """Prepare the attention of a batch as vLLM does, and map the new tokens of compressed
+        requests to the slots that follow their stored tokens.
 
         Returns:
             The block tables and the slots of vLLM, of which the slots in compressed KV cache groups
@@ -326,18 +357,25 @@ class CompressingSecondRunner(CompressingRunner):
         return block_tables, slots
 
     def _slot_buffer(self: Any) -> Any:
+        """Return a buffer for slots with the shape of vLLM's own. It is allocated by the first
+        call.
+        """
         if not hasattr(self, "_slots_of_held_tokens"):
             self._slots_of_held_tokens = self.block_tables.slot_mappings.clone()
         return self._slots_of_held_tokens
 
 
 def extend_runner(runner: Any) -> None:
-    """Add the methods of this plugin to the runner that a worker has built.
+    """Add the methods of this plugin to the runner that a worker has built, which is changed in
+    place.
 
     The kind is found by its methods, because a release of vLLM may have only one of the two.
 
     Raises:
         UnsupportedModelError: the engine cannot serve with the settings of the server.
+        InvalidArgumentError: the settings in `additional_config` have an unknown name or a value
+            that is out of range.
+        InvalidTypeError: a value of the settings has the wrong type.
     """
     is_second = hasattr(runner, "prepare_attn")
     (CompressingSecondRunner if is_second else CompressingFirstRunner).extend(runner)

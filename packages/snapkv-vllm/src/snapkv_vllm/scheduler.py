@@ -61,8 +61,9 @@ class _CompressingScheduler(Scheduler):
         self.sessions = None if self._settings.sessions is None else SessionStore(*given)
 
     def add_request(self, request: Any) -> None:
-        """Accept a request, and plan when it is compressed. If its settings are wrong, the request
-        is ended in the next step.
+        """Accept a request, and plan when it is compressed. If its settings are wrong or its prompt
+        does not fit into the cache, no error is raised: it is logged and counted, and vLLM ends the
+        request in the next step.
         """
         try:
             self._plans[request.request_id] = self._make_plan(request)
@@ -75,11 +76,12 @@ class _CompressingScheduler(Scheduler):
         super().add_request(request)
 
     def _make_plan(self, request: Any) -> PromptPlan:
-        """Plan when and how a request is compressed. Streaming input is not compressed, because its
-        prompt is continued after its end.
+        """Plan when and how a request is compressed. Streaming input, whose prompt is continued
+        after its end, and requests without sampling parameters are not compressed.
 
         Raises:
-            SnapKVError: the settings of the request are wrong or conflict with the engine.
+            SnapKVError: the settings of the request are wrong or conflict with the engine, or its
+                spans do not lie inside its prompt.
         """
         params = request.sampling_params
         extra_args = (params and params.extra_args) or {}
@@ -93,7 +95,8 @@ class _CompressingScheduler(Scheduler):
         return plan if self.sessions is None else self.sessions.plan_request(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
-        """Check that the cache has enough blocks for the prompt of a request.
+        """Check that the cache has enough blocks for the prompt of a request, if no other request
+        takes any.
 
         Raises:
             InvalidArgumentError: the prompt needs more blocks than the whole cache has.
@@ -120,6 +123,9 @@ class _CompressingScheduler(Scheduler):
         """Allocate the slots of a step as vLLM does, and also reserve blocks for the kept tokens if
         the step ends with a compression.
 
+        If there are too few free blocks, histories that no request uses are evicted one by one. If
+        that does not help, it is recorded for what the request waits.
+
         Returns:
             The result of vLLM's `allocate_slots`, which is None if there are too few free blocks.
         """
@@ -145,7 +151,9 @@ class _CompressingScheduler(Scheduler):
         return slots
 
     def _record_preempted(self, request_ids: Iterable[str]) -> None:
-        """Record which requests vLLM has preempted since the last step."""
+        """Record which requests vLLM has preempted since the last step. They are counted as waiting
+        if blocks for kept tokens were the reason.
+        """
         for request_id in request_ids:
             if self._preempts_for_reservation:
                 self._count_wait(request_id)
@@ -154,14 +162,17 @@ class _CompressingScheduler(Scheduler):
         self._preempts_for_reservation = False
 
     def _count_wait(self, request_id: str) -> None:
-        """Count a request that waits for blocks for its kept tokens. It is counted only once,
-        however long it waits.
+        """Count a request that waits for blocks for its kept tokens. It is counted only once until
+        it gets these blocks, however long it waits.
         """
         if request_id not in self._waiting_for_reservation:
             self._waiting_for_reservation.add(request_id)
             self._metrics.count("waits")
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Free an ended request as vLLM does, after storing its tokens as a history of its session,
+        and forget its plan. The result is that of vLLM.
+        """
         self._metrics.forget_request(request.request_id)
         self._waiting_for_reservation.discard(request.request_id)
         if self.sessions is not None:
@@ -175,6 +186,13 @@ class _CompressingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
+        """Find the blocks with which a request begins: those of the history that is chosen and
+        pinned here for a request of a session, or those that vLLM finds in the prefix cache, up to
+        the tokens that the request may take from there.
+
+        Returns:
+            The blocks and the number of their computed tokens, followed by two values of vLLM.
+        """
         if self.sessions is not None:
             if plan := self.sessions.plan_next(request.request_id):
                 self._plans[request.request_id] = plan
@@ -199,6 +217,9 @@ class _CompressingScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
+        """Return how many of the new tokens a step computes: as many as vLLM decides, but not
+        beyond the next compression.
+        """
         computed = num_computed_tokens, num_new_tokens
         tokens: int = super()._reserve_prefill_lookahead(request, *computed)
         if (plan := self._plans.get(request.request_id)) is None:
@@ -229,7 +250,7 @@ class _CompressingScheduler(Scheduler):
 
     def _record_standstill(self) -> None:
         """Log and count it when a request waits for blocks and there is no running request that
-        will free any.
+        will free any. This is done only once until a step has running requests or none that waits.
         """
         name, self._blocked_request, before = self._blocked_request, "", self._is_standstill
         self._is_standstill = bool(name) and not self.running
@@ -244,7 +265,7 @@ class _CompressingScheduler(Scheduler):
 
     def _dropped_of_histories(self, scheduler_output: Any) -> dict[str, int]:
         """Return how many tokens were dropped by the histories with which new and resumed requests
-        begin.
+        begin, by request id. Requests without dropped tokens are left out.
         """
         if self.sessions is None:
             return {}
@@ -254,6 +275,10 @@ class _CompressingScheduler(Scheduler):
         return {name: tokens for name, tokens in dropped if tokens}
 
     def _make_order(self, request: Any, step_tokens: int) -> Order | None:
+        """Return the order of a request for the step that was just scheduled, or None if it has
+        none. If the request is compressed after the step, its blocks are freed here; a prompt that
+        ends in the step is counted in the metrics.
+        """
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
         plan = self._plans.get(request_id)
         seen = request.num_computed_tokens - step_tokens
@@ -271,8 +296,8 @@ class _CompressingScheduler(Scheduler):
         return order
 
     def _compress(self, request: Any, order: Order) -> Order:
-        """Free the blocks that a request no longer needs, and return its order with the moves of
-        the kept tokens.
+        """Free the blocks that a request no longer needs, and return a copy of its order with the
+        moves of the kept tokens. The compression is counted, and recorded for its session.
         """
         moves = self._blocks.compress(request.request_id, order)
         freed = sum(len(move.sources) - len(move.targets) for move in moves)
@@ -283,8 +308,8 @@ class _CompressingScheduler(Scheduler):
         return order
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the prefix cache as vLLM does, and remove idle histories as well, because other
-        weights may have computed them.
+        """Reset the prefix cache as vLLM does, and return whether vLLM has reset it. Idle histories
+        are removed in any case, because other weights may have computed them.
         """
         if self.sessions is not None:
             self.sessions.remove_idle()
@@ -296,7 +321,9 @@ class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
 
 
 def _call_sessions(engine: EngineCore, method: str, arguments: Sequence[Any]) -> Any:
-    """Call a method of the `SessionStore` that belongs to the scheduler of an engine."""
+    """Call a method of the `SessionStore` that belongs to the scheduler of an engine, and return
+    its result. The engine must have sessions.
+    """
     return getattr(engine.scheduler.sessions, method)(*arguments)
 
 
@@ -304,7 +331,17 @@ def scheduler(*args: Any, **kwargs: Any) -> Any:
     """Build the scheduler that vLLM would have built, extended by the compression of requests.
 
     This also adds a method to vLLM's `EngineCore`, through which web servers list and delete
-    sessions between two steps, and ends this process when its parent ends.
+    sessions between two steps, and lets this process be killed when its parent ends.
+
+    Args:
+        args: passed on to vLLM's scheduler.
+        kwargs: passed on to vLLM's scheduler; `vllm_config` must be among them.
+
+    Raises:
+        InvalidArgumentError: the settings in `additional_config` are wrong.
+        InvalidTypeError: a value of the settings has the wrong type.
+        UnsupportedModelError: the engine cannot serve with the settings, or was not built with the
+            worker of this plugin.
     """
     end_with_parent()
     setattr(EngineCore, SESSIONS_METHOD, _call_sessions)

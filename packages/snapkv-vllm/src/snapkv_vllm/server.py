@@ -53,6 +53,10 @@ def engine_args(
     """Return the arguments with which vLLM compresses prompts, for ``vllm.LLM(model,
     **engine_args(budget=1024))`` or `AsyncEngineArgs`.
 
+    The result is a new dictionary: `options`, in which the values of `PLUGIN_OPTIONS` are replaced.
+    In `additional_config` and `logits_processors` the values of the user stay, and those of the
+    plugin are added to them.
+
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
             ``extra_args={"snapkv_budget": ...}``.
@@ -67,10 +71,11 @@ def engine_args(
         limits: how many tokens a request may store while it generates; by default there is no
             limit.
         sessions: how much of the cache the histories of sessions may take; None disables sessions.
-        options: any other arguments of vLLM, which are returned as well.
+        options: any other arguments of vLLM, which are returned unchecked.
 
     Raises:
-        InvalidArgumentError: a value is out of range, or an option belongs to the plugin.
+        InvalidArgumentError: a value is out of range, two settings contradict each other, or
+            `options` has a `worker_cls` or `scheduler_cls` other than None and "auto".
         InvalidTypeError: a value has the wrong type.
         MissingDependencyError: vLLM is not installed, or its version is not supported.
     """
@@ -90,6 +95,10 @@ def engine_args(
 def _plugin_arguments(settings: ServingSettings, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of `PLUGIN_OPTIONS` for the given settings, combined with the values that
     the user has given.
+
+    Args:
+        settings: how prompts are compressed.
+        options: the user's options of vLLM, by name. Names outside `PLUGIN_OPTIONS` have no effect.
 
     Raises:
         RefusedError: the user has given another worker or scheduler.
@@ -118,11 +127,12 @@ def command_line(
     Args:
         model: the model that vLLM loads.
         settings: how prompts are compressed.
-        options: further options of ``vllm serve``, which are passed on unchanged.
+        options: further options of ``vllm serve``, which are passed on unchanged and are not
+            checked otherwise.
         name: the name of the model in requests, unless `options` sets it.
 
     Raises:
-        InvalidArgumentError: `options` has an option of the plugin, of which vLLM would use only
+        InvalidArgumentError: `options` has one of `PLUGIN_OPTIONS`, of which vLLM would use only
             the last value.
         MissingDependencyError: vLLM is not installed, or its version is not supported.
     """
@@ -137,7 +147,10 @@ def command_line(
 
 
 def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a command line that sets the given options of vLLM."""
+    """Yield the words of a command line that sets the given options of vLLM: the name of each
+    option, followed by its value. A list becomes one word for each entry, and a mapping one word of
+    JSON.
+    """
     for name, value in options.items():
         yield "--" + name.replace("_", "-")
         if isinstance(value, list):
@@ -149,18 +162,27 @@ def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
 def serve(
     model: str, settings: ServingSettings, options: Sequence[str], *, name: str | None = None
 ) -> None:
-    """Run ``vllm serve`` with compressed prompts until it is stopped.
+    """Run ``vllm serve`` with compressed prompts in this process, and return when it has stopped.
+
+    While it runs, the environment variables for the metrics of several processes are set. If the
+    user has not set `METRICS_VARIABLE`, the metrics are in a temporary folder.
 
     Args:
-        model: the model that vLLM loads, a folder or a hub id.
+        model: the model that vLLM loads, a folder or a hub id. An option cannot replace it.
         settings: how prompts are compressed.
         options: any options of ``vllm serve``, as on its command line.
         name: the name of the model in requests, unless `options` sets it; by default `model`.
 
     Raises:
-        InvalidArgumentError: vLLM refuses an option, or metrics cannot be written.
+        SystemExit: vLLM's parser does not know an option or cannot read its value. It has then
+            written the reason to standard error.
+        InvalidArgumentError: vLLM refuses the values of the options, the options name another
+            worker or scheduler, metrics cannot be written, or another server writes them to the
+            same folder.
         UnsupportedModelError: the engine cannot compress prompts with these options.
         MissingDependencyError: vLLM is not installed, or its version is not supported.
+        OSError: the file of vLLM's option ``--config`` cannot be read.
+        ValueError: the name of that file does not end in .yaml or .yml.
     """
     require_supported_version()
     with lock_users_folder() if METRICS_VARIABLE in os.environ else make_metrics_folder():
@@ -168,8 +190,18 @@ def serve(
 
 
 def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
-    """Return vLLM's command ``serve`` and the options that it has parsed. The middleware of this
-    plugin is added to them.
+    """Parse the options of ``vllm serve``, and return vLLM's command ``serve`` and the namespace of
+    the parsed options. The middleware of this plugin is added to them. vLLM must be installed.
+
+    Args:
+        model: the model that vLLM loads; an option cannot replace it.
+        options: further options, as on the command line.
+
+    Raises:
+        SystemExit: an option is unknown, or its value cannot be read. vLLM's parser has then
+            written the reason to standard error.
+        OSError: the file of vLLM's option ``--config`` cannot be read.
+        ValueError: the name of that file does not end in .yaml or .yml.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -186,8 +218,12 @@ def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
     """Start the server in this process, and return when it has stopped.
 
+    The environment variable VLLM_WORKER_MULTIPROC_METHOD is set, unless the user has set it.
+
     Raises:
-        InvalidArgumentError: vLLM refuses an option.
+        SystemExit: vLLM's parser does not know an option or cannot read its value.
+        InvalidArgumentError: vLLM refuses the values of the options, or they name another worker or
+            scheduler.
         UnsupportedModelError: the engine cannot compress prompts with these options.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -209,11 +245,17 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
 
 
 def _leave_memory_free(args: Any, default_share: float) -> None:
-    """Let the cache take only a quarter of the free memory, if the machine has no GPU and the user
-    has not set a size.
+    """Set `args.kv_cache_memory_bytes` so that the caches of all processes together take only a
+    quarter of the free memory.
 
-    vLLM itself takes `default_share` of the whole memory, and does not start if less than that is
-    free. Changes `args` in place.
+    This is done only if the machine has no GPU and the user has set neither this size nor vLLM's
+    share of the memory, as an option or by an environment variable. vLLM itself would take
+    `default_share` of the whole memory, and would not start if less than that is free. The size is
+    logged.
+
+    Args:
+        args: vLLM's options, changed in place.
+        default_share: the value of ``--gpu-memory-utilization`` that counts as not set.
     """
     import psutil
     from vllm.logger import init_logger

@@ -68,6 +68,16 @@ class _SessionRequest:
 class SessionStore:
     """The stored histories of all sessions of an engine. Together they take a limited number of
     blocks, of which each tenant has an equal share.
+
+    Args:
+        managers: the block managers of all KV cache groups, by the index of the group.
+        settings: the settings of the server, which must have sessions.
+        vllm_config: the configuration of vLLM.
+        kv_cache_config: the configuration of the cache.
+
+    Raises:
+        UnsupportedModelError: some layers have no full attention, or the cache is too small for the
+            histories and the longest request.
     """
 
     def __init__(
@@ -77,7 +87,8 @@ class SessionStore:
         vllm_config: Any,
         kv_cache_config: Any,
     ) -> None:
-        """Compute how many blocks of the cache the histories may take.
+        """Compute how many blocks of the cache the histories may take, and set the metrics of
+        sessions to 0.
 
         Raises:
             UnsupportedModelError: some layers have no full attention, or the cache is too small for
@@ -109,10 +120,12 @@ class SessionStore:
         Args:
             vllm_config: the configuration of vLLM.
             kv_cache_config: the configuration of the cache.
-            requested_bytes: the limit that the user has set; 0 for a quarter of the cache.
+            requested_bytes: the limit that the user has set; 0 for a quarter of the cache, or less
+                if the longest request leaves less.
 
         Raises:
-            UnsupportedModelError: the longest request leaves too little of the cache.
+            UnsupportedModelError: the longest request leaves less than `requested_bytes`, or less
+                than a block.
         """
         groups, blocks = kv_cache_config.kv_cache_groups, kv_cache_config.num_blocks
         sizes = [group.kv_cache_spec.block_size for group in groups]
@@ -131,10 +144,14 @@ class SessionStore:
     # New requests.
 
     def plan_request(self, request: Any, plan: PromptPlan) -> PromptPlan:
-        """Return the plan of a new request without a history. A history is chosen later, by
-        `plan_next`.
+        """Record a new request, and return its plan without a history. A history is chosen later,
+        by `plan_next`.
 
-        A request without a session, or whose prompt is not text, keeps `plan`.
+        A request without a session, or whose prompt is not text, is not recorded and keeps `plan`.
+
+        Args:
+            request: vLLM's request, whose settings must have been checked.
+            plan: its plan without a session.
         """
         params = request.sampling_params
         extra_args = dict((params and params.extra_args) or {})
@@ -161,7 +178,9 @@ class SessionStore:
         """Choose the history of a request that is about to be scheduled, and return the plan of the
         request. The result is None if the request has no session.
 
-        The search is repeated only if the histories of the session have changed.
+        The history that is chosen is pinned until the request has ended. If there is one already,
+        or the histories of the session have not changed since the last search, the plan is returned
+        without a search. A request that needs data of tokens which histories do not have gets none.
         """
         turn = self._turns.get(request_id)
         if turn is None:
@@ -175,7 +194,8 @@ class SessionStore:
 
     def _choose_history(self, turn: _SessionRequest) -> None:
         """Choose the history that covers the largest part of the prompt, and set `turn.history`,
-        `turn.compressed` and `turn.plan`. Nothing is set if no history can be used.
+        `turn.compressed` and `turn.plan`. Nothing is set if no history can be used. The history is
+        not pinned yet.
 
         Tokens are compared first. A plan is made only for a history that may cover more of the
         prompt than the best one so far.
@@ -208,9 +228,13 @@ class SessionStore:
     def _plan_after(self, turn: _SessionRequest, history: History) -> tuple[PromptPlan, int] | None:
         """Plan a request that continues from the given history.
 
+        If the prompt has fewer new tokens than the method needs queries, the plan compresses
+        nothing but its spans, and a later request will compress.
+
         Returns:
             The plan, and how many last tokens of the prompt must be computed, at least 1. None if
-            the request needs tokens that the history has dropped.
+            the edits of spans of the request and of the history do not go together; see
+            `CompressedPrefix.remaining_edits`.
         """
         prefix, tokens = history.compressed, len(turn.prompt)
         left = prefix.remaining_edits(turn.spans, turn.protected)
@@ -235,6 +259,7 @@ class SessionStore:
 
     def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
         """Pin a history until the request has ended, and make it the most recently used history.
+        Other requests of the session search again.
 
         If the request continues inside the last block, the tokens of the history after that point
         are removed from it, because they will be overwritten.
@@ -248,8 +273,8 @@ class SessionStore:
         self._reset_searches(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
-        """Return the plan of a request and the blocks of its history in each KV cache group. The
-        result is None if the request has no history.
+        """Return the plan of a request and the blocks of its history in each KV cache group, as far
+        as the request begins with them. The result is None if the request has no history.
 
         Also records in the block managers that the request begins with these blocks.
         """
@@ -270,8 +295,9 @@ class SessionStore:
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
     def pop_forgotten(self) -> tuple[int, ...]:
-        """Return the first blocks of all histories that were removed and of all requests that were
-        preempted since the last call. Blocks with which a stored history begins are left out.
+        """Return the first blocks of all histories that were removed since the last call, and of
+        requests whose kept tokens were given up, because the request was preempted or left no
+        history. Blocks with which a stored history begins are left out.
         """
         # Branches of a session may share their first blocks.
         held = {one.first_block for one in self._held}
@@ -279,7 +305,13 @@ class SessionStore:
         return tuple(forgotten)
 
     def record_compression(self, request_id: str, order: Order) -> None:
-        """Record that a request is compressed at the end of the current step."""
+        """Record that a request is compressed at the end of the current step. Nothing happens if
+        the request has no session or the order is not due.
+
+        Args:
+            request_id: the id of the request.
+            order: its order, with its moves.
+        """
         turn = self._turns.get(request_id)
         if turn is None or not order.is_due:
             return
@@ -290,15 +322,17 @@ class SessionStore:
         turn.first_block = order.moves[0].targets[0]
 
     def record_preemption(self, request_id: str) -> None:
-        """Record that a request was preempted: it has freed its blocks and will begin again."""
+        """Record that a request was preempted: it has freed its blocks and will begin again, with
+        the same history. A request without a session is ignored.
+        """
         turn = self._turns.get(request_id)
         if turn is not None and turn.first_block is not None:
             self._forgotten.append(turn.first_block)
             turn.first_block = None
 
     def record_wait(self, request_id: str) -> None:
-        """Count and log a request that has to wait for blocks that are pinned by other requests. A
-        request is counted only once.
+        """Count and log a request that has to wait for blocks, if histories that other requests pin
+        have blocks which no request uses. A request is counted only once.
         """
         pinned = self._count_unused_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
@@ -309,7 +343,9 @@ class SessionStore:
             _logger.info(message, request_id, pinned)
 
     def _count_unused_blocks(self, histories: Iterable[History]) -> int:
-        """Count the blocks of some histories that are not used by any request."""
+        """Count the blocks of some histories that are not used by any request. A block that several
+        of them share is counted once.
+        """
         of_groups = zip(*(one.blocks for one in histories), strict=True)
         kept = zip(self._managers, of_groups, strict=False)
         return sum(manager.count_unused_blocks(blocks) for manager, blocks in kept)
@@ -319,6 +355,11 @@ class SessionStore:
     def list_sessions(self, prefix: str) -> list[dict[str, Any]]:
         """Return a description of each history whose session name begins with `prefix`. The history
         that was used least recently comes first.
+
+        Returns:
+            For each history, as JSON values: "session", the name without `prefix`; "tokens", all of
+            its tokens; "kept_tokens" that are stored per KV head; "bytes" in the cache; "requests",
+            how many running ones begin with it; "last_used", in seconds since the epoch.
         """
         return [
             {
@@ -334,10 +375,14 @@ class SessionStore:
         ]
 
     def delete_session(self, session: str) -> dict[str, int]:
-        """Remove all histories of a session, unless one of its requests is still running.
+        """Remove all histories of a session. If a request of the session is still running or
+        waiting, nothing is removed.
+
+        Args:
+            session: the name of the session with its tenant.
 
         Returns:
-            How many histories and how many running requests the session had.
+            How many "histories" and how many "requests" the session had.
         """
         own = [one for one in self._held if one.owner[0] == session]
         requests = sum(turn.owner[0] == session for turn in self._turns.values())
@@ -350,10 +395,16 @@ class SessionStore:
     # Requests that have ended.
 
     def store_history(self, request: Any) -> None:
-        """Store the tokens that an ended request has computed as a history of its session, if this
-        is useful and possible.
+        """Forget an ended request, and store the tokens that it has computed as a history of its
+        session.
 
-        The caller must free the blocks of the request afterwards.
+        The history replaces the one with which the request began, and those of the same prompt,
+        unless another request uses them. Nothing is stored if the request has no session, has not
+        read all of its prompt, would leave nothing that a later request can use, or if there cannot
+        be enough space. The caller must free the blocks of the request afterwards.
+
+        Args:
+            request: vLLM's request.
         """
         self._waiting.discard(request.request_id)
         turn = self._turns.pop(request.request_id, None)
@@ -379,8 +430,11 @@ class SessionStore:
             self._forgotten.append(turn.first_block)
 
     def _make_history(self, turn: _SessionRequest, request: Any) -> History | None:
-        """Build the history of an ended request, still without its blocks. The result is None if
-        the history could not be used.
+        """Build the history of an ended request, still without its blocks.
+
+        The result is None if the history could not be used: the prompt was not read to its end, the
+        blocks do not hold its tokens, or it was not compressed and fills no block. Tokens after the
+        last full block are left out if a request would compute them again in any case.
         """
         seen = min(request.num_computed_tokens, len(request.all_token_ids))
         dropped = turn.compressed.dropped_tokens
@@ -397,8 +451,8 @@ class SessionStore:
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
     def _find_replaced(self, new: History, before: History | None) -> list[History]:
-        """Return the unused histories that are replaced by `new`: the one from which it continues,
-        and all histories of the same prompt.
+        """Return the histories that are replaced by `new` and that no request uses: `before`, from
+        which it continues, and all histories of the same prompt and owner.
         """
         return [
             one
@@ -410,6 +464,12 @@ class SessionStore:
     def _make_space(self, new: History, replaced: Sequence[History]) -> bool:
         """Evict unused histories until there is enough space for `new`, and return True. If there
         cannot be enough space, evict nothing and return False.
+
+        The limits are the histories of one session, and the blocks and the number of all histories.
+
+        Args:
+            new: the history that will be stored; its blocks are not needed yet.
+            replaced: histories that the caller will remove, which are counted as gone.
         """
         others = [one for one in self._held if one not in replaced]
         of_name = [one for one in others if one.owner[0] == new.owner[0]]
@@ -437,8 +497,8 @@ class SessionStore:
         return True
 
     def evict_least_recent(self) -> bool:
-        """Evict the least recently used history that no request uses, and return whether there was
-        one.
+        """Evict the least recently used history that no request uses, and return True. If every
+        history is used or there is none, return False.
         """
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
@@ -451,12 +511,15 @@ class SessionStore:
         self._metrics.count("session_histories_dropped")
 
     def remove_idle(self) -> None:
-        """Remove all histories that are not used by any request."""
+        """Remove all histories that no request uses, without counting them as evicted."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)
         self.report_metrics()
 
     def _forget(self, history: History) -> None:
+        """Remove a history, release its blocks, and let waiting requests of its session search
+        again. Workers are told by the next `pop_forgotten`.
+        """
         self._held.remove(history)
         self._reset_searches(history.owner)
         self._forgotten.append(history.first_block)
@@ -464,8 +527,8 @@ class SessionStore:
             manager.unpin_blocks(blocks)
 
     def report_metrics(self) -> None:
-        """Set the metrics of the stored histories. If a request has ended, the caller must have
-        freed its blocks.
+        """Set the metrics of the stored histories to their current values. If a request has ended,
+        the caller must have freed its blocks.
         """
         blocks = sum(one.block_count(self._sizes) for one in self._held)
         self._metrics.set("session_histories", len(self._held))
@@ -476,7 +539,7 @@ class SessionStore:
 
 
 def _block_bytes(group: Any) -> int:
-    """Return the number of bytes that a block takes in one KV cache group."""
+    """Return the number of bytes that a block takes in all layers of one KV cache group."""
     spec = group.kv_cache_spec
     if hasattr(spec, "kv_cache_specs"):  # layers of different sizes
         return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())

@@ -14,10 +14,12 @@ class CompressingStep(SchedulerOutput):
     """A step of vLLM's scheduler, together with the orders for the compressions that follow it.
 
     Attributes:
-        snapkv_orders: the orders, by request.
-        snapkv_dropped: how many tokens the history of a request has dropped, for requests that
-            begin with one.
-        snapkv_forgotten: the first block of each history that was removed.
+        snapkv_orders: the orders, by request id; requests without an order are left out.
+        snapkv_dropped: how many tokens the history of a request has dropped, by request id, for
+            requests that begin with such a history in this step.
+        snapkv_forgotten: the numbers of first blocks whose recorded positions workers forget: those
+            of removed histories, and of requests of sessions that were preempted or left no
+            history.
     """
 
     snapkv_orders: Mapping[str, Order] = field(default_factory=dict)
@@ -26,7 +28,7 @@ class CompressingStep(SchedulerOutput):
 
     @classmethod
     def extend(cls, output: SchedulerOutput, **own: Any) -> Self:
-        """Return a copy of a step of vLLM with additional fields. The copy shares all parts of
-        `output`.
+        """Return a copy of a step of vLLM in which the fields `own` are set. The copy shares all
+        parts of `output`.
         """
         return cls(**vars(output) | own)

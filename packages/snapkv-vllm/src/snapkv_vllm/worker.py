@@ -24,8 +24,15 @@ class CompressingWorker(PlatformWorker):
     def init_device(self) -> None:
         """Initialize the device as vLLM does, and then extend the runner that was built for it.
 
+        The checks of this plugin are removed from the `logits_processors` of the model's
+        configuration, which is changed in place. From now on this process is killed when its parent
+        ends.
+
         Raises:
             UnsupportedModelError: the engine cannot serve with the settings of the server.
+            InvalidArgumentError: the settings in `additional_config` have an unknown name or a
+                value that is out of range.
+            InvalidTypeError: a value of the settings has the wrong type.
         """
         end_with_parent()
         config = self.model_config

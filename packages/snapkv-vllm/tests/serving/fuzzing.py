@@ -1,4 +1,4 @@
-"""Settings as careless and as malicious clients send them."""
+"""Settings of requests as careless and malicious clients send them."""
 
 import math
 
@@ -22,7 +22,13 @@ SPELLINGS = ("", "SNAPKV_", "snapkv-", "snapkv.", "Snapkv")
 
 
 def random_settings(generator, *, in_json=False):
-    """Up to five of them; for JSON without numbers that it cannot write."""
+    """Return one to six settings of a request, by name. Most have likely values, and some have any
+    value or a wrong name.
+
+    Args:
+        generator: a `random.Random`.
+        in_json: True leaves out values that JSON cannot express.
+    """
     names = generator.sample(REQUEST_SETTINGS, generator.randint(1, 3))
     given = {PREFIX + name: likely_value(generator, name) for name in names}
     if generator.random() < 0.5:
@@ -36,7 +42,7 @@ def random_settings(generator, *, in_json=False):
 
 
 def likely_value(generator, name):
-    """Mostly within reason."""
+    """Return a random value of the setting `name`, which is mostly valid."""
     return {
         "budget": lambda: generator.choice((0, 20, 65, 96, 140, 500, generator.randint(-2, 300))),
         "window_size": lambda: generator.choice((1, 8, 16, 32, 128, generator.randint(-2, 140))),
@@ -53,11 +59,18 @@ def likely_value(generator, name):
 
 
 def pair(generator):
+    """Return two random sizes, as a kernel may have."""
     return [generator.choice((0, 1, 12, 64, 129, 2**40)) for _ in range(2)]
 
 
 def any_value(generator, *, depth=0, in_json=False):
-    """Of any type that JSON or Python has."""
+    """Return a random value of any type that JSON has, or that Python has unless `in_json` is True.
+
+    Args:
+        generator: a `random.Random`.
+        depth: how many lists and objects are around the value; deep ones are not nested further.
+        in_json: True leaves out values that JSON cannot express.
+    """
     kinds = (
         lambda: generator.choice(BIG) * generator.choice((1, -1)),
         lambda: generator.randint(-5, 2000),
@@ -79,6 +92,7 @@ def any_value(generator, *, depth=0, in_json=False):
 
 
 def nested(depth):
+    """Return the number 1 inside `depth` lists."""
     value = 1
     for _ in range(depth):
         value = [value]

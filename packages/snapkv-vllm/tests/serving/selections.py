@@ -1,4 +1,4 @@
-"""What a method keeps, whether it looks at one layer or at all of them."""
+"""The tokens that a method keeps, whether it selects by layer or in all layers together."""
 
 from torch import Tensor
 
@@ -9,7 +9,12 @@ from snapkv_vllm.admission.methods import count_kept_tokens
 
 
 def kept_of(policy: Policy, layer: PromptLayer) -> Tensor:
-    """(rows, H or 1, K) indices, of layers that are rows of a batch, after a leading run of -1."""
+    """Return the slots that a method keeps in some layers, which are rows of a batch, as if they
+    were all layers.
+
+    Returns:
+        (rows, H or 1, K) int64; shorter rows begin with -1.
+    """
     if find_across_layers(policy) is None:
         return policy.select(layer).keep_indices
     (mask,) = select_across(policy, [layer], count_kept_tokens(policy, layer.keys.shape[2]))

@@ -103,14 +103,18 @@ _HOMES = {
     "install": "snapkv.hf.install",
     "uninstall": "snapkv.hf.install",
 }
-"""The modules of all public names that are neither policies nor errors."""
+"""The module of each public name that is neither a policy nor an error."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line starts without torch.
 
+    The imported object is stored in this module, so Python does not call this function for it
+    again.
+
     Raises:
-        ImportError: the name belongs to other code or has moved; the message says what to write.
+        ImportError: the name belongs to kvpress or to the authors' code, or it has moved to another
+            package; the message says what to write.
         AttributeError: the name is unknown.
     """
     if name not in __all__:

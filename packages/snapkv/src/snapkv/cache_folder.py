@@ -7,7 +7,8 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Return the folder that holds converted models and the results of studies of models.
 
-    It is $SNAPKV_CACHE_DIR if this is set, otherwise $XDG_CACHE_HOME/snapkv or ~/.cache/snapkv.
+    It is $SNAPKV_CACHE_DIR if this is set, otherwise $XDG_CACHE_HOME/snapkv or ~/.cache/snapkv. The
+    folder is not created.
     """
     if folder := os.environ.get("SNAPKV_CACHE_DIR"):
         return Path(folder).expanduser()

@@ -1,4 +1,4 @@
-"""One document and many questions: it is read once, and every question votes on it."""
+"""A document that is read once, and many questions that each vote on all of it."""
 
 import copy
 from collections.abc import Sequence
@@ -33,25 +33,31 @@ class Document:
         model.generate(**document.inputs(questions), max_new_tokens=64)
 
     Nothing is evicted before a question is known: all keys and values are offloaded, and every
-    question votes on all of them with its own observation window. What is kept then, and every
-    token of the answers, is as if document and question had been read together; only the question's
-    own tokens are read again. Questions of a batch share the document. With the default method all
-    tokens of a question vote, up to 128; in a batch every row has as many voters as the longest
-    question has tokens.
+    question votes on all of them with its own observation window. The kept tokens and the answers
+    are the same as if document and question had been read together. The model reads only the
+    question's tokens, and as many of the document's last tokens as the observation window or the
+    padding of a batch reaches back. Questions of a batch share the offloaded document.
+
+    With the default method all tokens of a question vote; if it has more than 128 tokens, only its
+    last 16 do. In a batch every row has as many voters as the longest question needs.
 
     Args:
         model: a decoder-only transformers model.
-        input_ids: (1, T) or (T,) int64, the document's tokens.
-        policy: selects the tokens to keep for a question; `snapkv.default_policy()` by default.
-        recall: where the document is offloaded to, as in `CompressedCache`.
-        recall_bytes: the limit of offloaded bytes.
+        input_ids: (1, T) or (T,) integers, the document's tokens.
+        policy: selects the tokens to keep for a question; `snapkv.default_policy()` by default. It
+            must work with ``turns="recall"``.
+        recall: where the document is offloaded to, as in `CompressedCache`: "host", or the path of
+            a folder.
+        recall_bytes: the largest number of bytes to offload; no limit by default.
         chunk_tokens: how many tokens to read in one forward pass; None for all.
 
     Raises:
-        InvalidArgumentError: an empty document, a batch of several, or an option out of range.
+        InvalidArgumentError: an empty document, a batch of several, an option out of range, or a
+            policy that cannot be used with recall (one that evicts during decoding, reads twice, or
+            needs earlier queries).
         InvalidTypeError: `input_ids` is not a tensor of integers, or an option has the wrong type.
         UnsupportedModelError: the model cannot be compressed correctly.
-        OutOfMemoryError: the offloaded document does not fit.
+        OutOfMemoryError: the offloaded document exceeds `recall_bytes` or does not fit.
     """
 
     def __init__(
@@ -77,30 +83,35 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """The length of the document in tokens, T."""
+        """The number of tokens of the document, T."""
         return int(self.input_ids.shape[1])
 
     @property
     def host_bytes(self) -> int:
-        """The number of bytes of the document's offloaded keys and values."""
+        """The size of the document's offloaded keys and values in bytes, in memory or in files."""
         return self._cache.report().host_bytes
 
     def inputs(self, questions: Sequence[Sequence[int] | Tensor]) -> dict[str, Any]:
         """Return the arguments of `model.generate` that answer a batch of questions.
+
+        The document itself stays unchanged.
 
         Args:
             questions: the token ids of each question, without leading special tokens: everything
                 between the document and the answer.
 
         Returns:
-            `input_ids` and `attention_mask`, (B, T + longest question), padded on the left, and
-            `past_key_values`, a new cache that has seen the document. It can be used for further
-            turns.
+            A dictionary with `input_ids` and `attention_mask`, both (B, T + longest question)
+            integers on the model's device and padded on the left, and with `past_key_values`, a new
+            cache that has seen the document. The cache can be used for further turns. If padding
+            and window reach back over the whole document, the cache is empty, and `generate` reads
+            the document again.
 
         Raises:
-            InvalidTypeError: a question is not a sequence of token ids.
-            InvalidArgumentError: no question, an empty one, or questions of different lengths for a
-                model with layers that keep only the last tokens.
+            InvalidTypeError: a question is not a sequence of token ids, but for instance a text.
+            InvalidArgumentError: there is no question, or an empty one; `questions` is a flat list
+                of token ids; or the questions have different lengths, and some layers of the model
+                keep only the last tokens.
         """
         tensors = [_token_ids(question).to(self.input_ids.device) for question in questions]
         if not tensors or not all(question.ndim == 1 and len(question) for question in tensors):
@@ -123,9 +134,18 @@ class Document:
     def _cache_for(self, pads: Tensor, longest: int) -> CompressedCache:
         """Return a cache whose rows have seen the document after `pads` columns of padding.
 
-        All rows have seen the same columns, so the document's end is read again if there is
-        padding, and as much of it as the window reaches back, because only its own queries can
-        vote.
+        All rows have seen the same number of columns. So the model has to read the document's end
+        again if there is padding, and as much of it as the window reaches back, because only
+        queries that are read now can vote.
+
+        Args:
+            pads: (B,) int64 on the CPU, how many tokens shorter than the longest question each one
+                is.
+            longest: how many tokens the longest question has.
+
+        Returns:
+            A new cache, which shares the offloaded tokens with the document's. It is empty if the
+            whole document has to be read again.
 
         Raises:
             InvalidArgumentError: there is padding, but some layers keep only the last tokens.
@@ -154,7 +174,16 @@ class Document:
     def save(self, path: str | Path, *, bits: Bits | KVCodes | None = None) -> None:
         """Write the document with its keys and values to a file.
 
-        The arguments and errors are those of `CompressedCache.save`.
+        Args:
+            path: the file to write. A saved cache or document with this name is replaced.
+            bits: the format in which the file stores keys and values: "int8", "int4", "K8V4", or a
+                `KVCodes`; by default they are stored exactly.
+
+        Raises:
+            InvalidArgumentError: `bits` is not a known format, or a stored number is not finite.
+            InvalidTypeError: `path` is not a path.
+            CacheFileError: the file cannot be written, or another kind of file has that name.
+            CacheMismatchError: the model has been deleted, or a forward pass was interrupted.
         """
         self._cache.save(path, beside={"input_ids": self.input_ids}, bits=bits)
 
@@ -164,13 +193,18 @@ class Document:
 
         Args:
             path: the file.
-            model: the model that has read the document.
-            options: further arguments of `CompressedCache.load`, which also lists further errors.
+            model: the model that has read the document, in the same dtype, on any device.
+            options: `policy` if the document's policy is not one of this package; `recall` ("host"
+                by default) and `recall_bytes`.
 
         Raises:
-            CacheFileError: the file is missing or damaged.
-            CacheMismatchError: the document was read by another model.
-            InvalidArgumentError: the file holds a saved cache that is not a document.
+            CacheFileError: the file is missing or damaged, or was not written by `save`.
+            CacheMismatchError: the document was read by another model, or in another dtype, or with
+                another policy.
+            InvalidArgumentError: the file holds a saved cache that is not a document, or an option
+                is out of range.
+            InvalidTypeError: `path` is not a path, or an option has the wrong type.
+            OutOfMemoryError: the offloaded document exceeds `recall_bytes` or does not fit.
         """
         document = cls.__new__(cls)
         document.model = model
@@ -183,10 +217,14 @@ class Document:
 
 
 def _token_ids(question: Any) -> Tensor:
-    """Return the token ids of one question as a tensor.
+    """Convert the token ids of one question to a tensor, without checking its shape.
+
+    Returns:
+        A tensor of integers; `question` itself if it is one. An empty question of any type is
+        accepted.
 
     Raises:
-        InvalidTypeError: `question` holds something else than token ids.
+        InvalidTypeError: `question` holds something other than integers.
     """
     try:
         ids = torch.as_tensor(question)
@@ -200,6 +238,9 @@ def _token_ids(question: Any) -> Tensor:
 
 def _one_row(input_ids: Any) -> Tensor:
     """Return the token ids of a document as a tensor with one row, (1, T).
+
+    Returns:
+        `input_ids` itself, or a view of it if it has only one axis.
 
     Raises:
         InvalidTypeError: `input_ids` is not a tensor of integers.

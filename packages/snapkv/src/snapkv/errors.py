@@ -24,7 +24,7 @@ import re
 
 
 class SnapKVError(Exception):
-    """Root of all errors raised by this package."""
+    """The base class of all errors that this package raises on purpose."""
 
 
 class InvalidArgumentError(SnapKVError, ValueError):
@@ -52,7 +52,11 @@ class CacheFileError(InvalidArgumentError):
 
 
 class CacheMismatchError(InvalidArgumentError):
-    """The cache is used with another model, batch size or prompt than it was filled with."""
+    """The cache cannot continue with this model, batch or prompt.
+
+    It was filled with another model, batch size or prompt, or a forward pass was interrupted and
+    its layers have seen different numbers of tokens.
+    """
 
 
 class LibraryError(InvalidArgumentError):
@@ -79,7 +83,10 @@ class OutputError(SnapKVError, OSError):
 
 
 class OutOfMemoryError(SnapKVError, MemoryError):
-    """A device has run out of memory. The message says how to make the prompt fit."""
+    """A device has run out of memory, or the limit `recall_bytes` has been reached.
+
+    The message says what would fit, or how to make it fit.
+    """
 
 
 def wrong(
@@ -97,8 +104,8 @@ def wrong(
         error_type: the class of the error.
 
     Returns:
-        The error, for the caller to raise. Its message is "argument: problem. Remedy." A question
-        mark at the end of either text stays.
+        The error, for the caller to raise; nothing is raised here. Its message is "argument:
+        problem. Remedy." A text that ends with a question mark gets no full stop.
     """
     sentences = (text if text.endswith("?") else f"{text}." for text in (problem, remedy))
     return error_type(f"{argument}: {' '.join(sentences)}")
@@ -109,11 +116,11 @@ def missing_package(purpose: str, *packages: str) -> MissingDependencyError:
 
     Args:
         purpose: what needs the packages, such as "plot: drawing figures".
-        packages: their names on the index.
+        packages: their names on the package index.
 
     Returns:
-        The error, for the caller to raise. Its message ends with the command that installs the
-        packages.
+        The error, for the caller to raise; nothing is raised here. Its message ends with the
+        command that installs the packages.
     """
     names = " and ".join(packages)
     return MissingDependencyError(
@@ -123,9 +130,14 @@ def missing_package(purpose: str, *packages: str) -> MissingDependencyError:
 
 
 def install_command(*packages: str) -> str:
-    """Return the pip command that installs packages in the releases that this repository requires.
+    """Return the pip command that installs packages in the versions that snapkv needs.
 
-    It names the packages and not an extra of this package, which pip finds on no index.
+    The versions come from the requirements of the installed packages of this repository. A package
+    that none of them requires is named without a version. The command does not name an extra such
+    as ``snapkv[app]``, because this package is on no index where pip could find it.
+
+    Args:
+        packages: names on the package index, in any spelling that the index accepts.
     """
     from importlib.metadata import (  # takes 40 ms, which no other error needs
         PackageNotFoundError,
@@ -143,5 +155,5 @@ def install_command(*packages: str) -> str:
 
 
 def _normal(name: str) -> str:
-    """Return the form of a package name that indexes compare."""
+    """Return a package name in the normal form by which package indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()

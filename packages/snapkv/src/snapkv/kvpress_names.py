@@ -115,7 +115,7 @@ _ARGUMENTS = {
 
 
 def is_kvpress_name(name: str) -> bool:
-    """Return whether `name` is a class of kvpress."""
+    """Return whether `name` is a class of kvpress, as every name is that ends with "Press"."""
     return name.endswith("Press") or name in _INSTEAD
 
 
@@ -125,7 +125,12 @@ _MOVED |= {"app": "snapkv_app", "Library": "snapkv_app.Library"}
 
 
 def elsewhere(name: str) -> str | None:
-    """Return what to write instead of a name that this package does not have, or None."""
+    """Return what to write instead of a name that this package does not have.
+
+    Returns:
+        One or two sentences without a full stop at the end. None if `name` is neither a name of
+        kvpress nor of the authors' code, and has not moved to another package.
+    """
     if is_kvpress_name(name):
         return f"{name} is a name of kvpress. {instead_of(name)}"
     if name in _PATCHES:
@@ -146,13 +151,13 @@ def unknown_argument(method: str, name: str, value: Any, known: Sequence[str]) -
     """Build the error for an argument that a method does not have.
 
     Args:
-        method: the class of the method.
+        method: the name of the method's class.
         name: the argument.
         value: its value, for the example in the remedy.
         known: the arguments that the method has.
 
     Returns:
-        An InvalidTypeError for the caller to raise.
+        An InvalidTypeError for the caller to raise; nothing is raised here.
     """
     if name == "compression_ratio":
         problem = "expected keep_ratio=..., which is the fraction of tokens to keep, or a budget"
@@ -163,7 +168,17 @@ def unknown_argument(method: str, name: str, value: Any, known: Sequence[str]) -
 
 
 def _instead_of_argument(method: str, name: str, value: Any, known: Sequence[str]) -> str:
-    """Return the remedy for an argument that a method does not have."""
+    """Return the remedy for an argument that a method does not have.
+
+    It is one sentence without a full stop: the name that this package gives the argument, the most
+    similar argument of the method, or "Leave it out".
+
+    Args:
+        method: the name of the method's class.
+        name: the argument that the user passed.
+        value: its value.
+        known: the arguments that the method has.
+    """
     if (own := _ARGUMENTS.get(name)) in known:
         return f"Write {own}={value!r}, see docs/migrating.md"
     if name == "keep_ratio" and "budget" in known:
@@ -183,8 +198,12 @@ def instead_of(name: str, compression_ratio: Any = 0.75) -> str:
     """Return a sentence that says what to write instead of a class of kvpress.
 
     Args:
-        name: a class of kvpress.
-        compression_ratio: the fraction that kvpress removes, for the example.
+        name: a class of kvpress. For an unknown one, the sentence only names the page.
+        compression_ratio: the fraction that kvpress removes, for the example; 0.75 is used in place
+            of anything that is not a number between 0 and 1.
+
+    Returns:
+        The sentence without a full stop.
     """
     compression_ratio = plain_number(compression_ratio)
     is_ratio = isinstance(compression_ratio, int | float) and 0 < compression_ratio < 1

@@ -48,18 +48,22 @@ def read_context(
 
     Args:
         model: a decoder-only transformers model, with full attention in every layer.
-        input_ids: (B, T) int64, without padding.
+        input_ids: (B, T) integers, which must not contain padding; this is not checked.
         policy: `KVzip`, or a policy around it.
         instruction_ids: the tokens to read before every piece, such as those of "Repeat the text:".
 
     Returns:
-        A cache that has seen the context and keeps what its budget allows.
+        A new cache that has seen the context and keeps what its budget allows.
 
     Raises:
-        InvalidArgumentError: the policy does not use a second reading, or there is no text.
-        InvalidTypeError: `input_ids` is not a tensor of integers.
+        InvalidArgumentError: the policy does not use a second reading, there is no text, or the
+            budget cannot hold what must be kept.
+        InvalidTypeError: `input_ids` is not a (B, T) tensor of integers, or `model` or `policy` is
+            something else.
         PromptTooLongError: the model has no positions left to repeat the text at.
-        UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
+        UnsupportedModelError: the model has layers with a window or a recurrent state, cannot be
+            compressed, or, for ``plus=True``, has no plain attention module and output projection
+            in each layer.
     """
     cache = CompressedCache(model, policy)
     read_twice(model, input_ids, cache, instruction_ids=instruction_ids)
@@ -74,13 +78,23 @@ def read_twice(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> None:
-    """Read a context into an empty cache, and compress it.
+    """Read a context into an empty cache twice, and compress it.
 
-    Changes `cache` in place; after an error it is empty again. The other arguments and the other
-    errors are those of `read_context`.
+    Changes `cache` in place. If the reading fails, the cache is empty again.
+
+    Args:
+        model: the model of the cache.
+        input_ids: (B, T) integers, which must not contain padding; this is not checked.
+        cache: an empty cache with a `KVzip` policy, or a policy around it.
+        instruction_ids: the tokens to read before every piece.
 
     Raises:
-        CacheMismatchError: the cache has already seen tokens.
+        CacheMismatchError: the cache has already seen tokens. It is unchanged then.
+        InvalidArgumentError: the policy does not use a second reading, there is no text, or the
+            budget cannot hold what must be kept.
+        InvalidTypeError: `input_ids` is not a (B, T) tensor of integers.
+        PromptTooLongError: the model has no positions left to repeat the text at.
+        UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
     if seen := cache.get_seq_length():
         problem = f"expected an empty cache, got a cache that has seen {seen:,} tokens"
@@ -101,9 +115,23 @@ def read_twice(
 def read_as_wanted(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
-    """Read and compress the text before a question in the way that the cache's policy needs.
+    """Read and compress the text before a question, once or twice as the cache's policy needs it.
 
-    The errors are those of `read_context` and of a forward pass.
+    Changes `cache` in place. A text that is read once is announced as one that ends without a
+    question (`CompressedCache.expect_question`).
+
+    Args:
+        model: the model of the cache.
+        tokenizer: its tokenizer, for the instruction of the second reading.
+        input_ids: (B, T) integers without padding.
+        cache: an empty cache.
+
+    Raises:
+        CacheMismatchError: the policy reads twice, and the cache has already seen tokens.
+        InvalidArgumentError: there is no text, or the budget cannot hold what must be kept.
+        InvalidTypeError: `input_ids` is not a (B, T) tensor of integers.
+        PromptTooLongError: the policy reads twice, and no positions are left to repeat the text at.
+        UnsupportedModelError: the policy reads twice, and the model has layers of another kind.
     """
     if cache.policy.needs_reconstruction_pass:
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
@@ -115,7 +143,7 @@ def read_as_wanted(
 
 
 def instruction_of(tokenizer: Any) -> list[int]:
-    """Return the tokens of the instruction to repeat the text."""
+    """Return the token ids of the instruction to repeat the text, without special tokens."""
     ids: list[int] = tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
     return ids
 
@@ -130,17 +158,25 @@ def read_layers(
 ) -> list[PromptLayer]:
     """Read a context twice into an empty cache, and compute its scores without evicting anything.
 
-    Afterwards the cache holds all tokens of the context. The other arguments are those of
-    `read_context`.
+    Afterwards the cache holds all tokens of the context, and knows that its prompt has ended. The
+    caller must pass an empty cache, which is not checked, and must reset it after an error.
+
+    Args:
+        model: the model of the cache.
+        input_ids: (B, T) integers, which must not contain padding; this is not checked.
+        cache: the cache to fill; it changes in place.
+        instruction_ids: the tokens to read before every piece.
 
     Returns:
-        For each layer the view from which its policy selects, with the scores.
+        For each layer the view from which its policy selects, with the scores in `received` and
+        without queries.
 
     Raises:
         InvalidArgumentError: the policy does not use a second reading, or there is no text.
-        InvalidTypeError: `input_ids` is not a tensor of integers.
+        InvalidTypeError: `input_ids` is not a (B, T) tensor of integers.
         PromptTooLongError: the model has no positions left to repeat the text at.
-        UnsupportedModelError: the model has layers of another kind.
+        UnsupportedModelError: the model has layers with a window or a recurrent state; or with
+            ``plus=True`` a layer lacks a plain attention module or output projection.
     """
     cache.expect_tokens(input_ids)
     require_int("input_ids, tokens", input_ids.shape[1], minimum=1)
@@ -172,7 +208,8 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
     """Return how many more positions the model has after `read_tokens` tokens.
 
     Returns:
-        The number of positions; `read_tokens` for a model without a limit.
+        The number of positions. For a model without a limit it is `read_tokens`, which is enough to
+        repeat the whole text.
 
     Raises:
         PromptTooLongError: no position is left.
@@ -193,7 +230,7 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
     Args:
         policy: the policy to check.
-        remedy: what the user should do instead.
+        remedy: what the user should do instead, as for `snapkv.errors.wrong`.
 
     Raises:
         InvalidArgumentError: the policy needs a second reading.
@@ -203,7 +240,7 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
 
 def _require_scorer(policy: Policy) -> KVzip:
-    """Return the `KVzip` policy that scores for `policy`, which may be `policy` itself.
+    """Return the `KVzip` policy that scores for `policy`: `policy` itself, or the one inside it.
 
     Raises:
         InvalidArgumentError: `policy` is not a `KVzip` and does not wrap one.
@@ -218,7 +255,7 @@ def _require_scorer(policy: Policy) -> KVzip:
 
 
 def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
-    """Return the attention module of a layer.
+    """Return the attention module of the layer with this index.
 
     Raises:
         UnsupportedModelError: the layer has several attention modules, or none.
@@ -252,10 +289,15 @@ class _Observer:
         self._seen: PromptLayer | None = None
 
     def enter(self, states: Tensor) -> None:
-        """Store the norms of the states that a piece's queries are computed from."""
+        """Store the Euclidean norms of attention's (B, N, hidden) inputs for the next `see`."""
         self._query_norms = torch.linalg.vector_norm(states.float(), dim=-1)
 
     def see(self, seen: PromptLayer) -> None:
+        """Raise the collected attention to that of a piece's queries, where it is higher.
+
+        Args:
+            seen: the layer after it has read the piece; its queries are those of the piece.
+        """
         self._seen = _without_queries(seen)
         norms: dict[str, Any] = {}
         if self._plus:
@@ -266,7 +308,10 @@ class _Observer:
         self._received = most if self._received is None else self._received.maximum(most)
 
     def prompt(self) -> PromptLayer:
-        """Return the view of the layer from which a policy selects, with the collected scores."""
+        """Return the view of the layer from which a policy selects, with the collected attention.
+
+        The view ends with the context, and has no queries. At least one piece must have been seen.
+        """
         assert self._seen is not None
         protected = self._seen.protected
         return replace(

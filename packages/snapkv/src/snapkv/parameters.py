@@ -13,18 +13,19 @@ from snapkv.validation import plain_number
 
 
 class WithParameters(ABCMeta):
-    """The type of dataclasses that users build.
+    """The metaclass of the dataclasses that users create, such as policies and budgets.
 
     Numbers of numpy and torch are converted to Python's before `__init__` gets them, so that
-    parameters can be compared, shown and written to a file. Arguments that a class does not have
-    are refused by name.
+    parameters can be compared, shown and written to a file. An argument that the class does not
+    have is refused, and the error says which argument to use instead.
     """
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
-        """Build an instance.
+        """Create an instance, after converting its numbers by `plain_number`.
 
         Raises:
             InvalidTypeError: an argument is unknown, or there are too many positional arguments.
+                The class's own `__init__` may raise further errors.
         """
         known = cls.__signature__.parameters
         if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
@@ -41,7 +42,10 @@ class WithParameters(ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The signature of `__init__`, which `inspect` does not find because of `__call__`."""
+        """The signature of `__init__` without `self`.
+
+        `inspect` would otherwise show the signature of the metaclass's `__call__`.
+        """
         signature = inspect.signature(cls.__init__)  # type: ignore[misc] # that of the class itself
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -49,7 +53,14 @@ class WithParameters(ABCMeta):
 def _misplaced(
     class_name: str, args: tuple[Any, ...], by_place: list[str], known: list[str]
 ) -> SnapKVError:
-    """Return the error for a call with too many positional arguments."""
+    """Build the error for a call with too many positional arguments.
+
+    Args:
+        class_name: the class that was called.
+        args: all positional arguments of the call.
+        by_place: the parameters that may be passed by position.
+        known: all parameters.
+    """
     others = [name for name in known if name not in by_place]
     expected = f"expected {' and '.join(by_place) or 'no argument'} by position"
     problem = f"{expected}, got {len(args)} arguments"

@@ -15,7 +15,8 @@ class TokenCost:
 
     Attributes:
         full_bytes: bytes of a token in the full cache.
-        block_bytes: bytes of a block of codes, filled or not; without codes a block is one token.
+        block_bytes: bytes of a block of codes, whether it is full or not; without codes a block is
+            one token.
         block_tokens: how many tokens a block holds.
         uneven: whether heads or layers keep different numbers of tokens around a mean; then each
             may fill its last block in part.
@@ -28,11 +29,18 @@ class TokenCost:
 
     @property
     def spare_tokens(self) -> int:
-        """The largest number of free slots in the last block of a head; 0 for even counts."""
+        """The largest number of slots that may stay empty in the last block of a head.
+
+        It is 0 if all heads keep the same number of tokens, because that number can fill the block.
+        """
         return self.block_tokens - 1 if self.uneven else 0
 
     def held_bytes(self, tokens: int) -> int:
-        """Return how many bytes `tokens` kept tokens take, rounded up to whole blocks."""
+        """Return how many bytes `tokens` kept tokens take at most, in whole blocks.
+
+        If `uneven` is True, `tokens` is the mean over the heads, and every head may have a partly
+        filled block.
+        """
         return -(-(tokens + self.spare_tokens) // self.block_tokens) * self.block_bytes
 
     def fitting_tokens(
@@ -47,17 +55,24 @@ class TokenCost:
     ) -> int:
         """Count the tokens of a row that fit into one layer's part of a budget in bytes.
 
+        The caller must pass exactly one of `share` and `given`. All layers together never get more
+        than the budget, except where `share` is too small for `least`.
+
         Args:
             share: the budget as a fraction of the bytes that the full cache takes in all layers
                 together; None if `given` is passed.
             given: the budget in bytes for all layers together; None if `share` is passed.
             own: how many tokens the row's prompt has. The result may be larger.
             least: how many tokens must be kept; `share` never gives fewer.
-            depth: the index of the layer among those that are compressed, from 0.
+            depth: the index of the layer among those that are compressed, from 0. Lower layers get
+                the blocks that cannot be divided evenly.
             layers: how many layers are compressed.
 
+        Returns:
+            The number of tokens per head, as a mean if heads keep different numbers.
+
         Raises:
-            BudgetTooSmallError: `given` holds fewer tokens than `least`.
+            BudgetTooSmallError: an even part of `given` holds fewer tokens than `least`.
         """
         total = share_of(self.full_bytes * own * layers, share) if share is not None else given
         assert total is not None
@@ -74,7 +89,7 @@ class TokenCost:
 
 
 def share_of(tokens: int, share: float) -> int:
-    """Return a fraction of `tokens`, rounded down.
+    """Return the fraction `share` of a whole number, rounded down.
 
     The fraction is taken as it is written in decimals, so 0.29 of 100 is exactly 29.
     """

@@ -68,9 +68,11 @@ MOST_COUNTED = 2**24
 
 
 def plain_number(value: Any) -> Any:
-    """Return a number of numpy or torch as a Python int, float or bool; other values unchanged.
+    """Convert a number of numpy or torch to a Python int, float or bool.
 
-    Numbers in a tuple or list are converted, too.
+    Numbers in a tuple or list are converted, too, and the result is a new tuple or list. Anything
+    else is returned unchanged: arrays and tensors with an axis, floating-point tensors, and objects
+    that are no numbers.
     """
     if type(value) in (bool, int, float, str, type(None)):
         return value
@@ -87,7 +89,7 @@ def plain_number(value: Any) -> Any:
 
 
 def require_at_least(argument: str, value: object, least: int) -> int:
-    """Return `value` as an integer if it is between `least` and `MOST_COUNTED`.
+    """Return `value` as an int, or raise unless it is between `least` and `MOST_COUNTED`.
 
     Raises:
         InvalidTypeError: `value` is not an integer.
@@ -97,10 +99,12 @@ def require_at_least(argument: str, value: object, least: int) -> int:
 
 
 def require_each_at_least(argument: str, values: Collection[int], least: int) -> None:
-    """Raise unless `values` holds at least one number and all are at least `least`.
+    """Raise unless `values` holds at least one number, and all are at least `least`.
+
+    Only the smallest and the largest number are checked to be integers and at most `MOST_COUNTED`.
 
     Raises:
-        InvalidTypeError: a value is no integer.
+        InvalidTypeError: one of these two is no integer.
         InvalidArgumentError: there is no value, or one is out of range.
     """
     if not values:
@@ -113,14 +117,16 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
     """Raise unless exactly one limit is given and holds the window and the sinks.
 
     Args:
-        budget: tokens to keep, window included; None if `keep_ratio` is given.
-        keep_ratio: the fraction of the prefix to keep, or None.
-        window_size: tokens of the window.
-        sink_tokens: first tokens that are always kept.
+        budget: tokens to keep, window included; None if `keep_ratio` is given. It must be larger
+            than `window_size`, and at least ``window_size + sink_tokens``.
+        keep_ratio: the fraction of the prefix to keep, in (0, 1], or None.
+        window_size: tokens of the window, at least 1.
+        sink_tokens: first tokens that are always kept, at least 0.
 
     Raises:
-        InvalidTypeError: a value has the wrong type.
-        InvalidArgumentError: a value is out of range, or the budget is too small.
+        InvalidTypeError: a value has the wrong type, or both limits are None.
+        InvalidArgumentError: a value is out of range, both limits are given, or the budget is too
+            small.
     """
     require_int("window_size", window_size, minimum=1)
     require_int("sink_tokens", sink_tokens, minimum=0)
@@ -147,7 +153,7 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
 
 
 def require_one_limit(budget: object, keep_ratio: object) -> None:
-    """Raise if both `budget` and `keep_ratio` are given.
+    """Raise if both `budget` and `keep_ratio` are given; both may be None.
 
     Raises:
         InvalidArgumentError: neither of them is None.
@@ -161,6 +167,11 @@ def require_auto_budget(
     lost_vote: Any = LOST_VOTE, least: Any = LEAST_VOTED, most: Any = None
 ) -> None:
     """Raise unless the parameters of an `AutoBudget` are in range.
+
+    Args:
+        lost_vote: must be a number in (0, 1).
+        least: must be an integer of at least 1.
+        most: must be None or an integer larger than `least`.
 
     Raises:
         InvalidTypeError: a value has the wrong type.
@@ -186,9 +197,15 @@ def require_dtype(name: str) -> None:
 def require_device(name: str) -> None:
     """Raise unless `name` is "auto" or a device that the installed torch may have.
 
+    Whether this machine has the device is not checked. If a package that adds devices to torch is
+    installed, every type of device is accepted.
+
+    Args:
+        name: a type of device, or a type with an index, such as "cuda:0".
+
     Raises:
-        InvalidArgumentError: torch knows no device with this name, or it is a CUDA device and
-            torch was built for CPUs only.
+        InvalidArgumentError: torch knows no device of this type, the index is no number, or it is a
+            CUDA device and torch was built for CPUs only.
     """
     device_type, colon, number = name.partition(":")
     if name in (AUTO, "cpu"):
@@ -207,10 +224,12 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
     """Parse a budget that is written as a percentage or as a number of bytes.
 
     Args:
-        text: the budget, such as "12%" or "64MiB".
+        text: the budget, such as "12%" or "64MiB", in upper or lower case. KiB is 1024 bytes, and
+            kB is 1000 bytes.
 
     Returns:
-        A dictionary, {"share": float} or {"bytes": int}; None if `text` has another form.
+        A dictionary, {"share": float} such as 0.12, or {"bytes": int}; None if `text` has another
+        form.
 
     Raises:
         InvalidArgumentError: the percentage is not in (0, 100], or the number of bytes is not
@@ -234,7 +253,8 @@ def code_bits(word: str) -> tuple[int, int] | None:
     """Return how many bits a word such as "int4" or "K8V4" means for keys and for values.
 
     Returns:
-        The bits of a key and of a value, or None if `word` has another form.
+        The bits of a key and of a value, each 4 or 8; None if `word` has another form. Case does
+        not matter.
     """
     found = re.fullmatch(r"int([48])|k([48])v([48])", word.lower())
     if found is None:
@@ -245,6 +265,11 @@ def code_bits(word: str) -> tuple[int, int] | None:
 
 def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
     """Raise unless the parameters say without contradiction how votes are pooled.
+
+    Args:
+        pooling: must be one of `POOLINGS`.
+        kernel_size: None, or as in `require_kernel`; must be None with "fading".
+        decay: None, or a number in (0, 1); must be None without "fading".
 
     Raises:
         InvalidTypeError: a value has the wrong type.
@@ -264,11 +289,16 @@ def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
 
 
 def require_kernel(kernel_size: Any) -> None:
-    """Raise unless `kernel_size` is an odd width, or a pair of how far it reaches to either side.
+    """Raise unless `kernel_size` is an odd width or a pair of reaches, each of them an integer.
+
+    Args:
+        kernel_size: a width of at least 1, or a tuple or list of two numbers of at least 0: how far
+            the kernel reaches before and after its own position.
 
     Raises:
         InvalidTypeError: it holds something that is no integer.
-        InvalidArgumentError: it is even or out of range, or has not two numbers.
+        InvalidArgumentError: the width is even, a number is out of range, or there are not two of
+            them.
     """
     if isinstance(kernel_size, tuple | list):
         if len(kernel_size) != 2:
@@ -286,8 +316,15 @@ def require_kernel(kernel_size: Any) -> None:
 def require_int(argument: str, value: object, minimum: int, maximum: int | None = MOST) -> int:
     """Return `value` as an int, or raise unless it is an integer between `minimum` and `maximum`.
 
-    Integers of numpy are accepted, and everything else that can be an index. The caller must use
-    the returned number and not `value`.
+    Both bounds are allowed values. Integers of numpy are accepted, and everything else that can be
+    an index, such as a tensor with one integer. The caller must use the returned number and not
+    `value`.
+
+    Args:
+        argument: the name of the argument, for the message.
+        value: what the user passed.
+        minimum: the smallest allowed value.
+        maximum: the largest allowed value; None for no limit.
 
     Raises:
         InvalidTypeError: `value` is no integer, or a bool.
@@ -311,8 +348,8 @@ def require_ratio(argument: str, value: object) -> float:
     """Return `value` as a Python number, or raise unless it is in (0, 1].
 
     Raises:
-        InvalidTypeError: it is no number.
-        InvalidArgumentError: it is out of range.
+        InvalidTypeError: `value` is no number, or a bool.
+        InvalidArgumentError: `value` is out of range or NaN.
     """
     return _require_number(argument, value, "(0, 1]", "0.25", ends=(1,))
 
@@ -320,9 +357,14 @@ def require_ratio(argument: str, value: object) -> float:
 def require_share(argument: str, value: object, example: str) -> float:
     """Return `value` as a Python number, or raise unless it is in [0, 1].
 
+    Args:
+        argument: the name of the argument, for the message.
+        value: what the user passed.
+        example: a valid number, for the message.
+
     Raises:
-        InvalidTypeError: it is no number.
-        InvalidArgumentError: it is out of range.
+        InvalidTypeError: `value` is no number, or a bool.
+        InvalidArgumentError: `value` is out of range or NaN.
     """
     return _require_number(argument, value, "[0, 1]", example, ends=(0, 1))
 
@@ -330,9 +372,14 @@ def require_share(argument: str, value: object, example: str) -> float:
 def require_fraction(argument: str, value: object, example: str) -> float:
     """Return `value` as a Python number, or raise unless it is in (0, 1).
 
+    Args:
+        argument: the name of the argument, for the message.
+        value: what the user passed.
+        example: a valid number, for the message.
+
     Raises:
-        InvalidTypeError: it is no number.
-        InvalidArgumentError: it is out of range.
+        InvalidTypeError: `value` is no number, or a bool.
+        InvalidArgumentError: `value` is out of range or NaN.
     """
     return _require_number(argument, value, "(0, 1)", example, ends=())
 
@@ -342,9 +389,16 @@ def _require_number(
 ) -> float:
     """Return `value` as a Python number, or raise unless it is between 0 and 1 or one of `ends`.
 
+    Args:
+        argument: the name of the argument, for the message.
+        value: what the user passed.
+        interval: the allowed numbers, for the message.
+        example: a valid number, for the message.
+        ends: which of 0 and 1 are allowed, too.
+
     Raises:
-        InvalidTypeError: it is no number.
-        InvalidArgumentError: it is out of range.
+        InvalidTypeError: `value` is no number, or a bool.
+        InvalidArgumentError: `value` is out of range or NaN.
     """
     value, remedy = plain_number(value), f"Pass a fraction such as {example}"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -357,11 +411,11 @@ def _require_number(
 
 
 def path_of(argument: str, value: object) -> Path:
-    """Return `value` as a path.
+    """Convert `value` to a path, without checking whether anything exists there.
 
     Raises:
-        InvalidTypeError: it is neither text nor a path.
-        InvalidArgumentError: it holds a NUL byte.
+        InvalidTypeError: `value` is neither a string nor a path.
+        InvalidArgumentError: `value` holds a NUL byte.
     """
     if not isinstance(value, str | os.PathLike):
         problem = f"expected a path, got {value!r} of type {type(value).__name__}"
@@ -376,7 +430,7 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
     """Raise unless `value` is one of `choices`.
 
     Raises:
-        InvalidArgumentError: it is another value.
+        InvalidArgumentError: `value` is none of them, whatever its type.
     """
     if value not in choices:
         problem = f"expected one of {', '.join(choices)}, got {value!r}"
@@ -384,7 +438,11 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
 
 
 def printable(name: str) -> str:
-    """Return a file name as UTF-8 text, with other bytes escaped, which no tokenizer accepts."""
+    r"""Return a file name as text that can be encoded in UTF-8.
+
+    Bytes of the name that are not UTF-8 become escapes such as ``\xff``. Python holds them as lone
+    surrogates, which tokenizers refuse.
+    """
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
@@ -392,9 +450,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def without_controls(text: str) -> str:
-    """Return the text with control characters escaped, which a terminal would obey.
+    """Return the text with its control characters escaped, because a terminal would obey them.
 
-    Line breaks and tabs stay.
+    Line feeds and tabs stay. Carriage returns are escaped.
     """
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
@@ -403,7 +461,8 @@ def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
     """Return the remedy for a misspelt name, for `wrong`.
 
     Returns:
-        "Did you mean ...?" with the candidates most like `name`, or `otherwise` if none is similar.
+        "Did you mean ...?" with at most three candidates that are like `name`, or `otherwise` if
+        none is.
     """
     close = closest(name, candidates)
     return f"Did you mean {close}?" if close else otherwise
@@ -412,8 +471,10 @@ def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
 def closest(name: str, candidates: Iterable[str]) -> str:
     """Return the candidates that are most like `name`, joined by " or ".
 
+    Case is ignored, and `name` itself is left out. Characters that cannot be printed are escaped.
+
     Returns:
-        At most three candidates; an empty string if none is similar.
+        At most three candidates, the most similar first; an empty string if none is similar.
     """
     others = (candidate for candidate in candidates if candidate != name)
     by_lower_case = {candidate.lower(): candidate for candidate in others}
@@ -431,7 +492,7 @@ def first_line(error: Exception) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes with a binary unit, such as "22.5 MiB"."""
+    """Format a number of bytes with a binary unit, such as "512 B" or "22.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -132,6 +132,27 @@ def test_inputs_embeds_equal_ids():
     assert torch.equal(new, tokens[:, PROMPT:])
 
 
+IDS = random_ids(1, 60)
+WAYS = {
+    "inputs=": ((), {"inputs": IDS}),
+    "input_ids=": ((), {"input_ids": IDS}),
+    "None, input_ids=": ((None,), {"input_ids": IDS}),
+    "inputs=None, input_ids=": ((), {"inputs": None, "input_ids": IDS}),
+}
+
+
+@pytest.mark.parametrize(("given", "named"), WAYS.values(), ids=WAYS)
+def test_prompt_is_compressed_at_its_end_however_the_ids_are_passed(given, named):
+    model, reports, answers = tiny_model("llama"), [], []
+    for args, kwargs in (((IDS,), {}), (given, named)):
+        cache = CompressedCache(model, SnapKV(24, window_size=8))
+        options = {"prefill_chunk_size": 16, "max_new_tokens": 4, "do_sample": False}
+        answers.append(model.generate(*args, **kwargs, past_key_values=cache, **options))
+        reports.append(cache.report().summary)
+    assert torch.equal(*answers)
+    assert reports[0] == reports[1]
+
+
 def test_other_caches_pass_through_the_wrapped_model():
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
     cache = CompressedCache(model, POLICY)

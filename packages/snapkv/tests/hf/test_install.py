@@ -440,6 +440,27 @@ def test_what_came_of_a_model_with_caches_is_given_back_by_hand(llama, related):
     assert vars(llama).keys() == before - {module.INSTALLATION}
 
 
+class Adapted:
+    """A model with adapters around it, as a `PeftModel` behaves."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def get_base_model(self):
+        return self.model
+
+
+def test_model_inside_of_adapters_is_wrapped_and_given_back(llama):
+    before = state(llama)
+    snapkv.install(Adapted(llama))
+    assert carries(llama)
+    snapkv.uninstall(Adapted(llama))
+    assert as_it_was(llama, before)
+
+
 # Any thread, any time.
 
 

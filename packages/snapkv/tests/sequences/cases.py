@@ -32,6 +32,12 @@ CASES = {
     "crop further than some layers' tail": llama(
         kv.SnapKV(20, window_size=2), (do.Turn(33), do.Crop(3), do.Step(3)), HOST
     ),
+    # A file of a cache in the middle of a turn could forget what must be restored, unnoticed.
+    "a file in the middle of a turn under recall": llama(
+        kv.SnapKV(20, window_size=2),
+        (do.Turn(33), do.Begin(5, 12), do.Save(), do.Turn(7), do.Step(3)),
+        HOST,
+    ),
     # transformers' own layers refused behind compressed ones that had changed.
     "crop beside sliding layers": do.Sequence(
         "sliding", kv.SnapKV(20, window_size=2), (do.Turn(60), do.Step(3), do.Crop(2))

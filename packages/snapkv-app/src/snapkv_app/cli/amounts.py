@@ -23,6 +23,8 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 def count(name: str, text: str, before: str | None = None) -> int:
     """Parse a whole number; 4k stands for 4096, 1.5k for 1536 and 1m for 1048576.
 
+    It may be negative.
+
     Args:
         name: the name of the argument, for the error.
         text: the number as it was typed.
@@ -45,7 +47,9 @@ def count(name: str, text: str, before: str | None = None) -> int:
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
-    """Parse whole numbers that are separated by commas, as `count` does; there may be none.
+    """Parse whole numbers that are separated by commas, as `count` does.
+
+    Blanks between commas are ignored, so a blank text gives no number.
 
     Raises:
         InvalidArgumentError: one of them is not a whole number.
@@ -73,6 +77,8 @@ def integers(name: str, text: str) -> tuple[int, ...]:
 def kernel(text: str) -> int | tuple[int, int]:
     """Parse the size of a pooling kernel.
 
+    Whether the kernel is possible is left to the policy.
+
     Returns:
         The width, such as 7, or the numbers of positions before and after the pooled one, which are
         written as 0+12.
@@ -98,10 +104,12 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
         least: the smallest allowed number of tokens; None if the caller checks the number.
 
     Returns:
-        The budget in the form that policies take.
+        The budget in the form that policies take: an int; "auto", or a dictionary with its
+        parameters; or bytes as they were typed.
 
     Raises:
-        InvalidArgumentError: `text` is not a budget, or the number is below `least`.
+        InvalidArgumentError: `text` is not a budget, the number is below `least`, or a parameter of
+            auto is out of range.
     """
     word, _, rest = text.strip().partition(":")
     if word.lower() == AUTO:
@@ -144,7 +152,9 @@ def _auto_parameter(text: str) -> tuple[str, int | float]:
 
 
 def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
-    """Parse at least one budget; several are separated by commas.
+    """Parse at least one budget, as `token_budget` does; several are separated by commas.
+
+    Blanks between commas are ignored. A comma before ``NAME=`` belongs to the budget before it.
 
     Raises:
         InvalidArgumentError: there is no budget, or `token_budget` refuses one.
@@ -165,6 +175,9 @@ EXACT = "exact"
 def storage_bits(text: str) -> tuple[str, ...]:
     """Parse the ways to store keys and values, such as ``exact,int8,k8v4``.
 
+    Returns:
+        The words as they were typed, in order; at least one.
+
     Raises:
         InvalidArgumentError: there is none, one is unknown, or one is repeated.
     """
@@ -180,7 +193,7 @@ def storage_bits(text: str) -> tuple[str, ...]:
 
 
 def one_storage(text: str) -> str | None:
-    """Parse a single way to store keys and values; None stands for exact.
+    """Parse a single way to store keys and values; return None for exact, and else the word.
 
     Raises:
         InvalidArgumentError: there are several, or `storage_bits` refuses the text.
@@ -201,6 +214,8 @@ def _is_storage(word: str) -> bool:
 
 def byte_count(name: str, text: str, before: str | None = None) -> int:
     """Parse a number of bytes with a unit: GB and G are 10^9 bytes, GiB is 2^30.
+
+    Upper and lower case make no difference. The result is rounded down, and may be 0.
 
     Args:
         name: the name of the argument, for the error.
@@ -227,7 +242,7 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True)
 class WholeNumber:
-    """Marks an option that takes a whole number, which may be written as 4k.
+    """A mark for an option that takes a whole number, which may be written as 4k.
 
     The limits of the mark are checked before the command begins.
 
@@ -258,7 +273,7 @@ POSITIVE = WholeNumber(1, is_counted=False)
 
 @dataclass(frozen=True)
 class TokenBudgetParameter(WholeNumber):
-    """Marks an option that takes a budget: a number of tokens, auto, or bytes."""
+    """A mark for an option that takes a budget: a number of tokens, auto, or bytes."""
 
     least: int | None = 1
 
@@ -287,22 +302,23 @@ class ReadingLimit:
         return str(self.tokens) if is_default else f"{self.tokens},{self.seconds}s"
 
     def longer(self, times: float) -> Self:
-        """Return a limit with some `times` the seconds in addition."""
+        """Return a limit with `1 + times` times the seconds, rounded up, and the same tokens."""
         return replace(self, seconds=math.ceil((1 + times) * self.seconds))
 
 
 @dataclass(frozen=True)
 class ReadingLimitParameter(WholeNumber):
-    """Marks an option that takes a number of tokens to read, and perhaps a time: 4k or 4k,90s."""
+    """A mark for an option that takes a number of tokens to read, and optionally a time: 4k,90s."""
 
     least: int | None = 1
     is_counted: bool = False
 
     def read(self, name: str, text: str) -> ReadingLimit:
-        """Parse the limit.
+        """Parse the limit; without a time, it is `ReadingLimit.DEFAULT_SECONDS`.
 
         Raises:
-            InvalidArgumentError: the number of tokens or the time is not a positive whole number.
+            InvalidArgumentError: the number of tokens or the time is not a positive whole number,
+                or the time has more than six digits.
         """
         tokens, comma, time = text.partition(",")
         number = super().read(name, tokens)

@@ -65,6 +65,11 @@ def program(*names: str) -> typer.Typer:
 
 
 def _program(names: Iterable[str]) -> typer.Typer:
+    """Return a program with the named commands alone, which may be none, and import them.
+
+    Raises:
+        MissingDependencyError: a command cannot be imported.
+    """
     found = typer.Typer(
         name="snapkv",
         help="Answer over very long prompts with a small key-value cache.",
@@ -88,6 +93,9 @@ def _program(names: Iterable[str]) -> typer.Typer:
 def _import_command(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
     """Import a command and its examples.
 
+    Returns:
+        The function or the group of the command, and the examples by name of the command.
+
     Raises:
         MissingDependencyError: the command cannot be imported, which may happen if another package
             registered it.
@@ -109,6 +117,11 @@ def _import_command(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
 
 
 def _place(name: str) -> str:
+    """Return the entry point of a command.
+
+    Raises:
+        KeyError: there is no such command.
+    """
     return _COMMANDS.get(name) or _places()[name]
 
 
@@ -122,7 +135,10 @@ def _places() -> dict[str, str]:
 
 
 def _summary(name: str) -> str:
-    """Return the line of a command in the list of commands, or why it cannot be imported."""
+    """Return the line of a command in the list of commands, or why it cannot be imported.
+
+    A line in `SUMMARIES` is taken without importing the command.
+    """
     package = _place(name).partition(":")[0].rpartition(".")[0]
     try:
         summaries = getattr(importlib.import_module(package), "SUMMARIES", {}) if package else {}
@@ -146,7 +162,7 @@ class _CommandList(Mapping[str, TyperCommand]):
 
 
 class _FlagsWithoutType:
-    """Mixed into a command, hides the type after a flag in the help: a flag takes no value."""
+    """A mixin for commands and groups, whose help shows no type after flags."""
 
     def get_params(self, context: Any) -> list[Any]:
         """Return the parameters as the base class does, without the type of flags."""
@@ -168,6 +184,7 @@ class _CommandWithDefaults(_FlagsWithoutType, TyperCommand):
 
         Raises:
             InvalidArgumentError: an option is repeated, or a default is not valid.
+            _UsageError: an option is unknown or lacks its value, or an argument is missing.
         """
         from snapkv_app.cli.defaults import defaults_for  # not needed for the list of commands
 
@@ -201,7 +218,11 @@ class _LazyGroup(_Group):
         self.commands = _CommandList()  # type: ignore[assignment] # never changed
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        """Return the name, the imported command and the remaining arguments."""
+        """Return the name, the imported command and the remaining arguments.
+
+        Raises:
+            MissingDependencyError: the command cannot be imported.
+        """
         name, found, rest = super().resolve_command(context, arguments)
         return name, found and _command(str(name)), rest
 
@@ -209,7 +230,13 @@ class _LazyGroup(_Group):
 def _show_help(
     app: typer.Typer, examples: Mapping[str, tuple[str, ...]], words: tuple[str, ...] = ()
 ) -> None:
-    """Set the classes of a group and its commands, and put examples at the end of their help."""
+    """Set the classes of a group and its commands, and put examples at the end of their help.
+
+    Args:
+        app: the group, which is changed in place, with the groups in it.
+        examples: the lines of examples, by the words that call a command.
+        words: the words that call the group.
+    """
 
     def end(*more: str) -> str | None:
         lines = examples.get(" ".join((*words, *more)), ())
@@ -244,8 +271,11 @@ def _common(
 def run(arguments: list[str]) -> int:
     """Run a command line, flush its output and report its error in one line.
 
+    Args:
+        arguments: the command line, without the name of the program.
+
     Returns:
-        The exit status, see `snapkv_app.cli.main`.
+        The exit status, see `snapkv_app.cli.main`. All errors are reported here and not raised.
     """
     try:
         with named_output() as output, messages_shown():
@@ -274,6 +304,8 @@ def _run(arguments: list[str]) -> int:
     Raises:
         InvalidArgumentError: an argument contains a NUL byte, or the command needs a package that
             is not installed.
+        SnapKVError: the command has raised it.
+        SystemExit: the shell asks for the completion of a command line.
     """
     for text in arguments:
         if "\0" in text:
@@ -308,7 +340,10 @@ def _command(name: str) -> Any:
 
 
 def _in_words(error: Exception) -> str:
-    """Return the message of a parsing error, with an example if an argument is missing."""
+    """Return the message of a parsing error of typer, with an example if an argument is missing.
+
+    If a command or an option is unknown, the message names the help.
+    """
     message = str(getattr(error, "format_message", error.__str__)()).replace("Value error, ", "")
     context = getattr(error, "ctx", None)
     if message.startswith("Missing") and context is not None and context.command.epilog:
@@ -323,8 +358,10 @@ def _in_words(error: Exception) -> str:
 def _explain(error: BaseException, arguments: list[str]) -> int:
     """Report an unexpected error in one line, or the interruption that caused it.
 
+    With ``--verbose``, the traceback is printed before it.
+
     Returns:
-        The exit status.
+        The exit status: 130 for an interruption, and else 1.
     """
     cause: BaseException | None = error
     while cause is not None:

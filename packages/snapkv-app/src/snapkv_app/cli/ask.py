@@ -42,6 +42,8 @@ def ask(
             neither of them is, or an option is impossible.
         DocumentError: a file cannot be read, or no document of the library matches the question.
         LibraryError: there is no library, or a file has changed since it was read.
+        SnapKVError: the model cannot be loaded, or the answer cannot be computed.
+        Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     require_question(question)
     if bool(files) == (options.library is not None):
@@ -59,7 +61,17 @@ def ask(
 
 
 def _ask_library(options: AskOptions, question: str, typed: Sequence[str]) -> None:
-    """Search the library and check the documents that are found; then load the model and answer."""
+    """Search the library and check the documents that are found; then load the model and answer.
+
+    The answer is printed.
+
+    Raises:
+        InvalidArgumentError: an option is impossible.
+        DocumentError: no document of the library matches the question.
+        LibraryError: there is no library, or a file has changed since it was read.
+        SnapKVError: the model cannot be loaded, or the answer cannot be computed.
+        Exit: the first tokens differ, with ``--check``; the exit status is 3.
+    """
     options.settings()
     warnings = list[str]()
     library = Library(str(options.library), on_notice=warnings.append)
@@ -98,6 +110,8 @@ def generate(
     Raises:
         InvalidArgumentError: neither files nor a prompt are passed, or an option is impossible.
         DocumentError: a file cannot be read.
+        SnapKVError: the model cannot be loaded, or the answer cannot be computed.
+        Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     if not (files or prompt):
         problem = "expected --prompt or a file, got neither"
@@ -114,7 +128,22 @@ def generate(
 def _read_files(
     files: list[str], options: RunOptions, typed: Sequence[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Check the options, read the files, and return the policy and fields of a source."""
+    """Check the options, read the files, and build the policy.
+
+    Notices about files go to standard error.
+
+    Args:
+        files: the files, folders or "-"; may be empty.
+        options: the options of the command.
+        typed: the command line, as it was typed.
+
+    Returns:
+        The policy, and the fields `documents`, `warnings` and `typed` of a source.
+
+    Raises:
+        DocumentError: a file cannot be read.
+        InvalidArgumentError: an option is impossible, or the policy refuses a parameter.
+    """
     options.settings()
     read, warnings = text_files.read_noting(files) if files else ([], [])
 

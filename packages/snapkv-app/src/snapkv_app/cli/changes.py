@@ -53,10 +53,11 @@ def next_change(exactly: Change, options: RunOptions, answer: Answer) -> Change 
 
 
 def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
-    """Return the change that doubles the number of kept tokens.
+    """Return the change to a budget of twice the tokens that the answer kept.
 
     Returns:
-        The full cache if that would keep the whole prompt, and None if the method has no budget.
+        The change; `FULL` if that budget would keep the whole prompt, and None if the method has
+        no budget.
     """
     if "budget" not in accepted(options.policy):
         return None
@@ -65,7 +66,13 @@ def larger_budget(options: RunOptions, answer: Answer) -> Change | None:
 
 
 def changed_command(typed: Sequence[str], change: Change) -> str:
-    """Return the command line after the change, quoted for a shell."""
+    """Return the command line after the change, quoted for a shell, with ``snapkv`` before it.
+
+    Args:
+        typed: the arguments as they were typed, without the name of the program. Options with the
+            changed names are removed, also in ``--set``.
+        change: the new options, which are added at the end or before ``--``.
+    """
     end = typed.index("--") if "--" in typed else len(typed)
     new = [
         word
@@ -132,7 +139,11 @@ def _tokens_for_passages(loaded: LoadedModel, question: str, settings: Generatio
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:
-    """Yield the words of a command line without the changed options and their values."""
+    """Yield the words of a command line without the changed options and their values.
+
+    Each ``--set`` that assigns one of them is left out as well. No changed option may be among the
+    words as a flag without a value, because the word after it is taken for its value.
+    """
     flags = {_flag(name) for name in change}
     rest = iter(words)
     for word in rest:

@@ -50,6 +50,12 @@ def chat(
     thinking, /drop document and /drop 3 (a turn) remove these tokens from the cache for good. /save
     FILE writes the conversation, and /save --force FILE replaces an existing file. /load FILE
     continues a saved conversation. /quit ends the chat.
+
+    Raises:
+        InvalidArgumentError: an option is impossible in a conversation.
+        DocumentError: a file cannot be read.
+        SnapKVError: the model cannot be loaded, or the device is full.
+        Exit: a turn failed, and standard input is not a terminal; the exit status is 1.
     """
     _require_chat_options(options, files or [], recall)
     settings = options.settings()
@@ -94,7 +100,7 @@ def chat(
 
 
 def _require_chat_options(options: RunOptions, files: Sequence[str], recall: str | None) -> None:
-    """Check that a conversation can use the options.
+    """Raise unless a conversation can use the options.
 
     Raises:
         InvalidArgumentError: an option is only for `ask`, the folder for recalled tokens cannot be
@@ -115,10 +121,14 @@ def _require_chat_options(options: RunOptions, files: Sequence[str], recall: str
 
 
 def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
-    """Build the policy; without recall its budget must be a number of tokens.
+    """Build the policy; with ``--recall none`` its budget must be a number of tokens.
+
+    In that case, the default method has a budget of `DEFAULT_BUDGET` unless an option sets one, and
+    each of its layers selects by itself.
 
     Raises:
-        InvalidArgumentError: `recall` is none, and the budget is auto, a share or bytes.
+        InvalidArgumentError: `recall` is "none", and the budget is auto, a share or bytes. Or the
+            policy refuses a parameter.
     """
     from snapkv.policies import PrefixPolicy
     from snapkv_app.cli.policy import build_policy
@@ -156,9 +166,12 @@ class Chat:
     saved: set[str] = field(default_factory=set)  # real paths that this conversation was saved to
 
     def run(self) -> None:
-        """Read lines until the input ends or /quit is read; an error ends only its turn.
+        """Read lines until the input ends or /quit is read, and answer each or run its command.
+
+        An error of this package is printed on standard error and ends only its turn.
 
         Raises:
+            OutOfMemoryError: the device is full.
             Exit: a turn failed, and standard input is not a terminal; the exit status is 1.
         """
         if isinstance(sys.stdin, io.TextIOWrapper):
@@ -175,7 +188,10 @@ class Chat:
             raise typer.Exit(FAILED)
 
     def _next_line(self) -> str:
-        """Return the next line that is not blank, or an empty text at the end of the input."""
+        """Return the next line that is not blank, without whitespace around it.
+
+        Empty at the end of the input. On a terminal, a prompt is printed before each line.
+        """
         while True:
             if sys.stdin.isatty():
                 sys.stderr.write("> ")
@@ -185,6 +201,11 @@ class Chat:
                 return line.strip()
 
     def _run_command(self, line: str) -> None:
+        """Run the command in a line; an unknown one is reported on standard error.
+
+        Raises:
+            SnapKVError: the command fails.
+        """
         commands = {
             "/stats": self._stats,
             "/drop": self._drop,
@@ -203,6 +224,11 @@ class Chat:
         commands[name](argument.strip())
 
     def _answer(self, question: str) -> None:
+        """Answer a question, and print the answer while it is generated, or as one JSON object.
+
+        Raises:
+            SnapKVError: the question cannot be answered, see `Conversation.ask`.
+        """
         from snapkv_app.cli.loading import reading_progress  # imports torch
         from snapkv_app.cli.session import answer_record
 
@@ -231,6 +257,11 @@ class Chat:
         )
 
     def _drop(self, what: str) -> None:
+        """Drop a part of the conversation, and print how many tokens and bytes that has freed.
+
+        Raises:
+            InvalidArgumentError: nothing can be dropped, see `Conversation.drop`.
+        """
         freed = self.conversation.drop(what)
         if self.as_json:
             write_json({"dropped": what, **freed}, indent=None)
@@ -241,6 +272,18 @@ class Chat:
         )
 
     def _save(self, argument: str) -> None:
+        """Save the conversation to a file.
+
+        Args:
+            argument: the path. After "--force", an existing file is replaced; without it, only one
+                to which this conversation was saved before.
+
+        Raises:
+            InvalidArgumentError: the path is not valid or may not be replaced, or no question has
+                been asked yet.
+            CacheFileError: the file cannot be written.
+            OutputError: the existing file cannot be replaced.
+        """
         first, _, rest = argument.partition(" ")
         is_forced = first == "--force"
         path = _require_name(rest.strip() if is_forced else argument)
@@ -262,7 +305,8 @@ class Chat:
         Raises:
             InvalidArgumentError: there is no file at `path`.
             CacheFileError: the file is damaged, or contains no conversation.
-            CacheMismatchError: the file belongs to another model.
+            CacheMismatchError: the file belongs to another model or policy, or was saved with
+                recall although recall is "none" now, or the other way round.
         """
         if not os.path.isfile(_require_name(path)):
             got = "a folder" if os.path.isdir(path) else "no file"

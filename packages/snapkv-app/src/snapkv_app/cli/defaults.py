@@ -40,9 +40,11 @@ def read_defaults() -> dict[str, Default]:
     ``snapkv.toml``, or ``pyproject.toml`` with a table ``[tool.snapkv]``, in the working directory
     or a folder above it.
 
+    The values themselves are not checked. An empty variable counts as missing.
+
     Raises:
         InvalidArgumentError: the file cannot be read, is not TOML, or sets something else than
-            `OPTIONS` to a text or a number.
+            `OPTIONS` to a text or a whole number.
     """
     found = _from_files()
     for name in OPTIONS:
@@ -61,8 +63,11 @@ def defaults_for(command: str, options: Collection[str], typed: dict[str, Any]) 
         typed: the options that were typed, with their values. A default budget is left out next to
             `keep_ratio`, and next to a method that takes no budget.
 
+    Returns:
+        The texts by option. It may contain options that were typed, for which it is not used.
+
     Raises:
-        InvalidArgumentError: as in `read_defaults`.
+        InvalidArgumentError: the file with defaults is not valid, see `read_defaults`.
     """
     if command == "demo":
         return {}
@@ -77,6 +82,11 @@ def defaults_for(command: str, options: Collection[str], typed: dict[str, Any]) 
 
 
 def _from_files() -> dict[str, Default]:
+    """Return the defaults that the nearest file sets, by option; empty without such a file.
+
+    Raises:
+        InvalidArgumentError: the file is not valid, see `read_defaults`.
+    """
     try:
         here = Path.cwd()
     except OSError:
@@ -90,10 +100,12 @@ def _from_files() -> dict[str, Default]:
 
 
 def _table(path: Path) -> dict[str, Any] | None:
-    """Read the defaults in a file; None for a ``pyproject.toml`` without a table of them.
+    """Read the defaults in a file, which are not checked.
+
+    None for a ``pyproject.toml`` without a table of them, and for one that cannot be read.
 
     Raises:
-        InvalidArgumentError: ``snapkv.toml`` cannot be read, or is not TOML.
+        InvalidArgumentError: ``snapkv.toml`` cannot be read, is larger than 1 MiB, or is not TOML.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:

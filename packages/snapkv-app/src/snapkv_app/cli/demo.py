@@ -73,6 +73,10 @@ def demo(
     """Ask about the source of Python's gzip module, from a compressed and from the full cache.
 
     The command prints both answers, and the bytes and the time that the compressed cache saves.
+
+    Raises:
+        MissingDependencyError: the package of the demo model is not installed.
+        SnapKVError: the model cannot be loaded, or an answer cannot be computed.
     """
     if options.model is None:
         demo_file()  # raises, if the demo model is missing, before torch is imported
@@ -113,7 +117,10 @@ def demo(
 
 
 def demo_prompt(tokenizer: Any, characters: int = CHARACTERS) -> Prompt:
-    """Return the beginning of the source of Python's gzip module, with a question about it."""
+    """Build the prompt of the demo: the source of Python's gzip module, and a question about it.
+
+    Only the first `characters` characters are read. The answer begins with `START`.
+    """
     text = Path(gzip.__file__).read_text(encoding="utf-8")[:characters]
     return question_prompt(tokenizer, text, QUESTION, answer_start=START)
 

@@ -33,7 +33,10 @@ def main() -> None:
 
 
 def _discard_output() -> None:
-    """Discard output that cannot be written, since Python would try to write it again at exit."""
+    """Flush standard output, and discard what cannot be written.
+
+    Otherwise Python would try to write it again at exit, and print an error.
+    """
     if sys.stdout is not None:
         try:
             sys.stdout.flush()

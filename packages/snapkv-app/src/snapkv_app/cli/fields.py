@@ -24,8 +24,9 @@ def with_options(
 ) -> Callable[[Command], Command]:
     """Return a decorator that gives a command an option for each field of a dataclass.
 
-    The command gets an instance as `options`. Before it begins, whole numbers such as 4k are parsed
-    and output paths are checked.
+    The command must have a keyword argument `options`, and gets an instance for it. Before the
+    command begins, whole numbers such as 4k are parsed and output paths are checked, which raises
+    InvalidArgumentError; the dataclass may raise, too.
 
     Args:
         kind: the dataclass, whose fields are annotated as typer expects it.
@@ -78,9 +79,10 @@ def _mark(parameter: inspect.Parameter, kind: type[Mark]) -> Mark | None:
 
 
 def _with_metavar(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return an option whose help shows a type in capitals, or the allowed words.
+    """Return a parameter whose help shows a type in capitals, or the allowed words.
 
     The type of a whole number becomes a text, which `WholeNumber.read` parses, so that 4k works.
+    Arguments, flags and parameters with the type Any are returned unchanged.
     """
     hint, info, *marks = get_args(parameter.annotation) or (None, None)
     kinds = get_args(hint) or (hint,)
@@ -105,10 +107,16 @@ def field_options(
     """Return a keyword parameter, as typer expects it, for each field that the constructor takes.
 
     The help of an option comes from ``Args:`` in the docstring of the class. A tuple is typed as a
-    text with commas between the items, see `from_options`. The `hidden` fields are left out.
+    text with commas between the items, see `from_options`.
+
+    Args:
+        kind: the dataclass.
+        panel: the panel of the help that lists the options.
+        hidden: the names of fields that are left out.
 
     Raises:
         TypeError: a field has no default that the help could show.
+        KeyError: a field is missing in ``Args:``.
     """
     hints, help_texts = get_type_hints(kind), documented_arguments(kind)
     parameters = []
@@ -138,7 +146,10 @@ def field_options(
 
 
 def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
-    """Return the flag in the metadata of a field, which is needed if its name is already taken."""
+    """Return the flags for a field: the one in its metadata, or none to use the field's name.
+
+    A flag of its own is needed if the name is already taken. A Boolean also gets ``--no-FLAG``.
+    """
     flag = field.metadata.get("flag")
     if flag is None:
         return ()
@@ -146,7 +157,12 @@ def _flags(field: Field[Any], hint: Any) -> tuple[str, ...]:
 
 
 def from_options(kind: type, given: Mapping[str, Any]) -> Any:
-    """Build an instance of a dataclass from the values of the options of `field_options`."""
+    """Build an instance of a dataclass from the values of the options of `field_options`.
+
+    Raises:
+        InvalidArgumentError: a list of whole numbers cannot be parsed or has a negative one. The
+            dataclass may raise further errors.
+    """
     hints, values = get_type_hints(kind), dict(given)
     for name, text in given.items():
         if get_origin(hints[name]) is tuple:

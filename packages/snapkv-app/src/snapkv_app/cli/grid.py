@@ -89,9 +89,15 @@ def _wrapping(*parts: Cell) -> Text:
 
 
 def _choose_widths(columns: Sequence[Sequence[Text]], screen: int) -> list[int]:
-    """Return the width of each column, or an empty list if `screen` columns are too few.
+    """Return the width of each column of a table, without its borders.
 
-    They are too few if headings or short words would have to be wrapped.
+    Args:
+        columns: the cells of each column, the heading included.
+        screen: the width of the screen.
+
+    Returns:
+        The widths in screen columns; empty if the screen is too narrow, so that words of up to
+        `_READABLE` columns would have to be wrapped.
     """
     widths, wanted = [], []
     for column in columns:
@@ -115,7 +121,11 @@ def _longest(texts: Iterable[str]) -> int:
 
 
 def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
-    """Print on standard output, and escape characters that its encoding does not have."""
+    """Print a table or a text on standard output.
+
+    Characters that the encoding of standard output does not have are escaped. With `soft_wrap`,
+    long lines are not wrapped.
+    """
     console = Console(soft_wrap=soft_wrap)
     console.width = console.width or 80  # COLUMNS=0 means that the width is unknown
     with console.capture() as drawn:
@@ -124,7 +134,10 @@ def show(grid: Grid | Text, *, soft_wrap: bool = False) -> None:
 
 
 def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:
-    """Print lines without wrapping, so that a command in them can be copied."""
+    """Print lines without wrapping, so that a command in them can be copied.
+
+    They go to standard output, or to standard error with `to_errors`.
+    """
     for line in lines:
         if to_errors:
             Console(stderr=True, soft_wrap=True).print(line)
@@ -135,13 +148,14 @@ def say(lines: Iterable[Text], *, to_errors: bool = False) -> None:
 def give(
     found: dict[str, Any], grid: Callable[[], Grid], *, as_json: bool, place: str = ""
 ) -> None:
-    """Print a result as one JSON object, or as a table.
+    """Print a result on standard output, as one JSON object or as a table.
 
     Args:
         found: the JSON object.
-        grid: builds the table.
+        grid: builds the table; only called if the table is printed.
         as_json: whether to print the object.
-        place: a line about where the full record is, which follows the table on standard error.
+        place: a line about where the full record is, which follows the table on standard error;
+            empty for no line.
     """
     if as_json:
         write_json(found)

@@ -55,7 +55,7 @@ class InspectOptions(MethodOptions, WritingOptions):
     )
 
     def __post_init__(self) -> None:
-        """Check also the methods of ``--beside``.
+        """Check also the methods of ``--beside`` and their budgets, but not their parameters.
 
         Raises:
             InvalidArgumentError: a method is unknown, or its budget is not a budget.
@@ -74,7 +74,14 @@ class InspectOptions(MethodOptions, WritingOptions):
 
 @with_options(InspectOptions)
 def inspect(files: panels.Documents, question: panels.Question, options: InspectOptions) -> None:
-    """Write a page that shows the answers, the kept tokens and who voted for them."""
+    """Write a page that shows the answers, the kept tokens and who voted for them.
+
+    Raises:
+        InvalidArgumentError: the question is empty, or an option or a budget is impossible.
+        DocumentError: a file cannot be read.
+        OutputError: the page cannot be written. The answers have then been printed.
+        SnapKVError: the model cannot be loaded, or an answer cannot be computed.
+    """
     require_question(question)
     settings, sizes = options.settings(), _read_budgets(options)
     read, warnings = text_files.read_noting(files)
@@ -140,7 +147,10 @@ def _read_budgets(options: InspectOptions) -> list[int] | None:
 
 
 def _default_budgets(options: InspectOptions, prompt_tokens: int) -> list[tuple[str, Any]]:
-    """Return labels and policies that keep parts of the prompt, without too small budgets."""
+    """Return a label and a policy for each of `PARTS` of the prompt.
+
+    Parts that are too small for the window are left out, and so are all if ``--set`` sets a budget.
+    """
     found = []
     for part in PARTS:
         with contextlib.suppress(InvalidArgumentError):  # the budget is smaller than the window
@@ -152,7 +162,8 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
     """Build the policy of the options with another budget.
 
     Raises:
-        InvalidArgumentError: ``--set`` sets the budget as well.
+        InvalidArgumentError: ``--set`` sets the budget as well, or the budget is too small for the
+            window.
     """
     from snapkv_app.cli.policy import build_policy
 
@@ -166,8 +177,11 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
 def _compared_policies(options: InspectOptions, policy: Any) -> list[tuple[str, Any]]:
     """Build a label and a policy for each method of ``--beside``.
 
+    A method without a budget gets that of `policy`, or `DEFAULT_BUDGET` if it is not a number.
+
     Raises:
-        InvalidArgumentError: a method that takes no budget, or has one already, is given another.
+        InvalidArgumentError: a method that takes no budget, or has one already, is given another;
+            or a method refuses a parameter or its budget.
     """
     from snapkv.policies.default import method_name
     from snapkv_app.cli.policy import named_policies

@@ -14,13 +14,19 @@ _CONTINUED = ("eval", "study", "medusa", "library add")
 
 
 def watch() -> None:
-    """Make Ctrl-C exit at once during imports, unless it is ignored already."""
+    """Make Ctrl-C exit at once during imports, until `started` is called.
+
+    Nothing happens if another handler than Python's is set, or Ctrl-C is ignored.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave_imports)
 
 
 def started() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from now on, so that open work is closed properly."""
+    """Let Ctrl-C raise KeyboardInterrupt from now on, so that open work is closed properly.
+
+    Nothing happens if `watch` has set no handler.
+    """
     if signal.getsignal(signal.SIGINT) is _leave_imports:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -28,8 +34,11 @@ def started() -> None:
 def say_interrupted(arguments: Sequence[str]) -> int:
     """Report the interruption on standard error, and whether the command can be continued.
 
+    Args:
+        arguments: the command line, without the name of the program.
+
     Returns:
-        The exit status.
+        The exit status, 130; the caller must exit with it.
     """
     with contextlib.suppress(OSError):
         print(_line(arguments), file=sys.stderr, flush=True)  # noqa: T201

@@ -50,7 +50,7 @@ Place = Annotated[str, typer.Argument(metavar="LIBRARY", help="The folder of the
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryFolder(Output):
-    """Marks an option that names the folder of a library, to which documents are added."""
+    """A mark for an option that names the folder of a library, to which documents are added."""
 
     is_added_to: ClassVar[bool] = True
 
@@ -118,7 +118,11 @@ def add(sources: panels.Documents, *, options: AddOptions) -> None:
     """Read new and changed documents, and remove documents whose files were deleted.
 
     Raises:
-        Exit: a document cannot be read; the exit status is 1.
+        InvalidArgumentError: the method refuses a parameter.
+        LibraryError: the folder is not a library, another process is changing it, or its documents
+            were read with another model, method or bits.
+        SnapKVError: the model cannot be loaded, or a file cannot be written.
+        Exit: a document cannot be read, and the others are stored; the exit status is 1.
     """
     from snapkv_app import library_files
     from snapkv_app.library.library import Outcome
@@ -243,7 +247,14 @@ def remove(
 
 
 def open_folder(folder: str, *, quiet: bool = False) -> "Library":
-    """Open the library in a folder; its warnings go to standard error, unless `quiet` is set."""
+    """Open the library in a folder, which may be missing or empty.
+
+    Its warnings go to standard error, unless `quiet` is set.
+
+    Raises:
+        InvalidArgumentError: the name of the folder is empty or contains a NUL byte.
+        LibraryError: the folder exists, but is not a library or cannot be read.
+    """
     from snapkv_app.library.library import Library
 
     def notice(line: str) -> None:
@@ -254,7 +265,10 @@ def open_folder(folder: str, *, quiet: bool = False) -> "Library":
 
 
 def like(library: "Library", options: Any) -> Any:
-    """Return the options with the model and dtype that read the library, where none is given."""
+    """Return a copy of the options, with the model and dtype of the library where none is given.
+
+    The options themselves are returned if there is no library yet.
+    """
     about = library.about
     if about is None:
         return options

@@ -43,13 +43,17 @@ _OTHERS = ("Qwen/Qwen3-4B", "microsoft/Phi-4-mini-instruct", "HuggingFaceTB/Smol
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
-    """Load the model of the options, and hide the messages of other libraries unless verbose."""
+    """Load the model of the options, and hide the messages of other libraries unless verbose.
+
+    Raises:
+        SnapKVError: the model cannot be loaded, see `snapkv_app.models.load`.
+    """
     begin(verbose=options.verbose)
     return load(**load_arguments(options))
 
 
 def load_arguments(options: ModelOptions) -> dict[str, Any]:
-    """Return the arguments of `load` for the options that are given."""
+    """Return the arguments of `snapkv_app.models.load` for the options that are given."""
     given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
     return given if options.model is None else given | {"name": options.model}
 
@@ -80,8 +84,8 @@ def say_if_demo(loaded: LoadedModel) -> None:
 def begin(*, verbose: bool) -> None:
     """Prepare for a slow step: let Ctrl-C end it properly, and hide messages of other libraries.
 
-    Errors of other libraries and the progress of downloads are still shown. With `verbose`, all
-    messages are shown.
+    Errors of other libraries are still shown, and so is the progress of downloads on a terminal.
+    With `verbose`, all messages are shown. The change is for the rest of the process.
     """
     started()
     converting = logging.getLogger(conversion.__name__)
@@ -108,7 +112,7 @@ class _ToStandardError(logging.Handler):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingBar:
-    """The bar that `reading_progress` shows."""
+    """The progress bar of `reading_progress`, which may be invisible."""
 
     bar: Progress
     task: TaskID
@@ -118,7 +122,7 @@ class ReadingBar:
         self.bar.update(self.task, completed=tokens, total=of_tokens, reached=reached)
 
     def next(self, description: str, done: int, total: int) -> None:
-        """Begin anew for the next text, after `done` of `total` texts have been read."""
+        """Reset the bar for the next text, after `done` of `total` texts have been read."""
         self.bar.reset(self.task, description=f"{description}, {done + 1:,} of {total:,}")
 
     def before(self, on_text: TextSink) -> TextSink:
@@ -133,7 +137,17 @@ class ReadingBar:
 
 @contextmanager
 def reading_progress(model: Any, label: str) -> Iterator[ReadingBar]:
-    """Show how many tokens of a text the model has read, and the time left."""
+    """Show within this block how many tokens of a text the model has read, and the time left.
+
+    The bar is on standard error, if that is a terminal, and is removed at the end.
+
+    Args:
+        model: the model that reads.
+        label: the description of what is read.
+
+    Yields:
+        The bar.
+    """
     with _bar(
         TextColumn("reading ({task.description})"),
         BarColumn(),
@@ -147,7 +161,9 @@ def reading_progress(model: Any, label: str) -> Iterator[ReadingBar]:
 
 @contextmanager
 def answers_progress(label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show how many answers of a run are finished.
+    """Show a progress bar within this block, which counts the finished answers of a run.
+
+    It is on standard error, if that is a terminal.
 
     Yields:
         A function to call before each answer, with its description, the number of finished answers

@@ -61,7 +61,8 @@ def known_method(name: str, argument: str = "policy") -> str:
 def specs(texts: Iterable[str]) -> list[str]:
     """Split texts such as ``snapkv:kernel_size=13,pooling=avg,h2o`` into one text per method.
 
-    The word none is left out.
+    A comma before ``NAME=VALUE`` does not split, because it belongs to the method before it. The
+    word none and blank texts are left out. Whether the methods exist is not checked.
     """
     parts = [part for text in texts for part in re.split(r",(?!\s*[\w.-]+=)", text)]
     return [part.strip() for part in parts if part.strip() not in ("", "none")]
@@ -102,7 +103,11 @@ def chosen(name: str, given: Mapping[str, Any]) -> Chosen:
     """Assign parameters to a method and to the methods that it wraps.
 
     A parameter that the method itself lacks goes to every wrapped method that has it. A parameter
-    written as ``part.parameter`` goes only to that wrapped method.
+    written as ``part.parameter`` goes only to that wrapped method. The values are not checked.
+
+    Args:
+        name: the name of the method, or "default".
+        given: the parameters by name. One that takes a method names it.
 
     Raises:
         InvalidArgumentError: none of the methods has a parameter, or a method is unknown.
@@ -127,18 +132,32 @@ def chosen(name: str, given: Mapping[str, Any]) -> Chosen:
 
 
 def parameters(name: str) -> dict[str, Any]:
-    """Return the `type` and the `default` of each parameter of a method itself."""
+    """Return the `type` and the `default` of each parameter of a method itself, by name.
+
+    Raises:
+        InvalidArgumentError: there is no such method.
+    """
     found: dict[str, Any] = methods()[_recorded_name(name)]["parameters"]
     return found
 
 
 def _recorded_name(name: str) -> str:
-    """Return the name under which the parameters of a method itself are recorded."""
+    """Return the name under which the parameters of a method itself are recorded.
+
+    Raises:
+        InvalidArgumentError: there is no such method.
+    """
     return "across-layers" if name == DEFAULT else known_method(name)
 
 
 def wrapped(name: str, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, str]:
-    """Return the names of the methods that a method wraps, by the parameter that takes each."""
+    """Return the names of the methods that a method wraps, by the parameter that takes each.
+
+    They are those in `given`, or else the defaults. Empty for a method that wraps none.
+
+    Raises:
+        InvalidArgumentError: there is no method `name`.
+    """
     return {
         part: str(given.get(part, facts["default"]))
         for part, facts in parameters(name).items()
@@ -147,22 +166,39 @@ def wrapped(name: str, given: Mapping[str, Any] = MappingProxyType({})) -> dict[
 
 
 def accepted(name: str, given: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
-    """Return the parameters of a method and of the methods that it wraps."""
+    """Return the names of the parameters of a method and of all methods that it wraps.
+
+    A name may occur several times.
+
+    Args:
+        name: the name of the method.
+        given: parameters of the method; those that take a method say which one is wrapped.
+
+    Raises:
+        InvalidArgumentError: a method is unknown.
+    """
     parts = wrapped(name, given).values()
     return [*parameters(name), *(key for part in parts for key in accepted(part))]
 
 
 def takes_budget(name: str, given: Iterable[str]) -> bool:
-    """Return whether a method takes a budget that the given parameters do not set."""
+    """Return whether a method takes a budget, and no name in `given` sets one or a `keep_ratio`.
+
+    Raises:
+        InvalidArgumentError: there is no such method.
+    """
     own = {parameter.rpartition(".")[2] for parameter in given}
     return "budget" in accepted(name) and not own & {"budget", "keep_ratio"}
 
 
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split a text into the name of a method and its parameters.
+    """Split a text such as ``snapkv:kernel_size=13`` into the name of a method and its parameters.
+
+    The parameters are converted to their types, see `typed_assignments`.
 
     Raises:
-        InvalidArgumentError: a parameter is not written as ``NAME=VALUE``, or is repeated.
+        InvalidArgumentError: the method is unknown, or a parameter is not written as
+            ``NAME=VALUE``, is repeated, or has a malformed kernel or budget as its value.
     """
     name, _, rest = spec.partition(":")
     given = [part for part in rest.split(",") if part.strip()]
@@ -175,7 +211,10 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
 def typed_assignments(
     name: str, texts: Iterable[str], own: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Add the parameters in ``NAME=VALUE`` texts, converted to their types, to `own`.
+    """Parse ``NAME=VALUE`` texts, and return `own` with the parameters in them.
+
+    The values are converted to the types of the parameters. The value of an unknown parameter stays
+    a text, which `chosen` refuses. `own` is not changed.
 
     Args:
         name: the name of the method.
@@ -183,7 +222,8 @@ def typed_assignments(
         own: the parameters that options of their own have set.
 
     Raises:
-        InvalidArgumentError: a parameter is given twice, or a text is not ``NAME=VALUE``.
+        InvalidArgumentError: the method is unknown, a parameter is given twice, a text is not
+            ``NAME=VALUE``, or a kernel or a budget is malformed.
     """
     owners = [*methods(), *inner.values(), name] if (inner := wrapped(name)) else [name]
     kinds = {key: facts["type"] for each in owners for key, facts in parameters(each).items()}
@@ -197,7 +237,17 @@ def typed_assignments(
 
 
 def _typed(text: str, kind: str) -> Any:
-    """Convert the text to the type of a parameter; if that fails, the method reports it."""
+    """Convert the text to the type of a parameter.
+
+    If that is impossible, the text is returned, and the method refuses it later.
+
+    Args:
+        text: the value as it was typed.
+        kind: the `type` of the parameter in `methods`; empty for an unknown parameter.
+
+    Raises:
+        InvalidArgumentError: a budget with parameters or the size of a kernel is malformed.
+    """
     kinds = kind.split(" or ")
     if text.startswith(f"{AUTO}:"):
         return token_budget(text)
@@ -215,7 +265,11 @@ def _typed(text: str, kind: str) -> Any:
 def require_values(name: str, given: Mapping[str, Any]) -> None:
     """Check the parameters of a method before torch is imported.
 
-    The method checks them again, and it alone checks some of them.
+    The method checks them again when it is built, and it alone checks some of them.
+
+    Args:
+        name: the name of the method, or "default".
+        given: the parameters by name, converted to their types.
 
     Raises:
         InvalidArgumentError: a parameter is unknown, or its value is wrong.
@@ -227,6 +281,11 @@ def require_values(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _require_values(found: Chosen) -> None:
+    """Check the parameters of a method and of those that it wraps, as `require_values` does.
+
+    Raises:
+        InvalidArgumentError: a value is wrong.
+    """
     known, given = parameters(found.method), found.own
     values = {name: facts["default"] for name, facts in known.items()} | given
     for name, facts in known.items():
@@ -250,9 +309,9 @@ def _require_values(found: Chosen) -> None:
 def _unknown_parameter(
     name: str, value: Any, owners: list[str], others: Iterable[str]
 ) -> SnapKVError:
-    """Build the error for a parameter that none of the `owners` has.
+    """Build the InvalidArgumentError for a parameter that none of the methods `owners` has.
 
-    The error suggests similar names, among the parameters of the `owners` and the `others`.
+    It suggests a similar name among the parameters of the `owners` and the names in `others`.
     """
     hints = list(dict.fromkeys(hint for owner in owners for hint in accepted(owner)))
     problem = f"expected a parameter of {' or '.join(owners)}, which has "

@@ -41,7 +41,11 @@ def drops_nothing(report: Mapping[str, Any]) -> bool:
 
 
 def is_little_lost(report: Mapping[str, Any]) -> bool | None:
-    """Return whether too few votes are lost to change answers often, or None if not measured."""
+    """Return whether too few votes are lost to change answers often; None if that is unknown.
+
+    True if nothing was dropped. Otherwise the report must have `lost_votes` and `lost_vote_peak`,
+    which are compared with `LITTLE_SUM` and `LITTLE_VOTE`.
+    """
     if drops_nothing(report):
         return True
     share, peak = report.get("lost_votes"), report.get("lost_vote_peak")
@@ -52,7 +56,7 @@ def is_little_lost(report: Mapping[str, Any]) -> bool | None:
 
 
 def format_lost_votes(report: Mapping[str, Any]) -> str:
-    """Return the table cell for the share of lost votes."""
+    """Return the table cell for the share of lost votes, in percent; "-" if it is unknown."""
     if drops_nothing(report):
         return "nothing was dropped"
     share = report.get("lost_votes")
@@ -77,11 +81,16 @@ class Note:
 
 
 def notes_on(answers: Sequence[Answer], source: Source) -> list[Note]:
-    """Return the notes after an answer; for ``--check``, compute the full cache's answer first.
+    """Return the notes after an answer: on lost votes, and for ``--compare`` and ``--check``.
+
+    For ``--check`` without ``--compare``, the answer of the full cache is computed.
 
     Args:
         answers: the answer of the compressed cache and, with ``--compare``, that of the full cache.
         source: the source of the answers.
+
+    Raises:
+        SnapKVError: the answer of the full cache cannot be computed.
     """
     ours, *full = answers
     options, typed = source.options, source.typed
@@ -95,11 +104,11 @@ def notes_on(answers: Sequence[Answer], source: Source) -> list[Note]:
 
 
 def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[str]) -> Note:
-    """Return the share of lost votes and, if it is large, the command to type next.
+    """Return the note on lost votes, with the command to type next if many are lost.
 
     The command has a larger budget. If the votes have chosen the budget, the command compares with
     the full cache instead, which shows whether a larger budget would help. There is no command if
-    the answers are compared already.
+    the answers are compared already, and none for a method without a budget.
     """
     ours, *full = answers
     change, gain = larger_budget(options, ours), "for a larger budget"
@@ -122,7 +131,10 @@ def _has_auto_budget(policy: Mapping[str, Any]) -> bool:
 
 
 def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
-    """Return the note on whether the first `tokens` of both answers are equal."""
+    """Return the note on whether the first `tokens` tokens of both answers are equal.
+
+    If they differ, its exit status is `DIFFERS`.
+    """
     found = Comparison.of_first(answer, full, tokens)
     if found.first_difference is None:
         first = "token is" if tokens == 1 else f"{tokens:,} tokens are"
@@ -143,7 +155,17 @@ def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
 def compared_note(
     ours: Answer, full: Answer, options: RunOptions, typed: Sequence[str], exactly: Change
 ) -> Note:
-    """Return the note on whether two answers are equal and, if not, the command to try next."""
+    """Return the note on whether two answers are equal and, if not, the command to try next.
+
+    There is no command for sampled answers, or if only the full cache is left to try.
+
+    Args:
+        ours: the answer of the compressed cache.
+        full: the answer of the full cache.
+        options: the options of the command.
+        typed: the command line, as it was typed.
+        exactly: the change of options that makes the prefill exact; empty if it is exact.
+    """
     found = Comparison.of(ours, full)
     has_reason = not (found.same or options.temperature)  # sampled answers differ by chance
     change = next_change(exactly, options, ours) if has_reason else None

@@ -76,8 +76,11 @@ class ModelOptions:
     def __post_init__(self) -> None:
         """Check the model, the device and the dtype before torch is imported.
 
+        Whether a model is on the hub, and whether this machine has the device, is not checked.
+
         Raises:
-            ModelNotFoundError: `model` names a file or folder that does not exist.
+            ModelNotFoundError: `model` names a file or folder that does not exist or is no model.
+            MissingDependencyError: `model` is "demo", and its package is not installed.
             InvalidArgumentError: the device or the dtype is unknown.
         """
         if self.model is not None:
@@ -159,6 +162,9 @@ class PolicyOptions(ModelOptions):
     def __post_init__(self) -> None:
         """Check the parameters of the method before torch is imported and the model is loaded.
 
+        The name of a method's class is replaced by the name of the method. An empty name, which
+        stands for the method of a library, is not checked.
+
         Raises:
             InvalidArgumentError: the method or a parameter is unknown, or a value is wrong.
         """
@@ -169,7 +175,14 @@ class PolicyOptions(ModelOptions):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters of the method that the options set."""
+        """The parameters of the method that the options set, by name.
+
+        The default method without a `keep_ratio` has the budget "auto" if none is set. The `seed`
+        is included if the method has one.
+
+        Raises:
+            InvalidArgumentError: a parameter is malformed or is set twice.
+        """
         given = {name: value for name in OWN_FLAGS if (value := getattr(self, name)) is not None}
         if self.kernel_size is not None:
             given["kernel_size"] = kernel(self.kernel_size)
@@ -204,13 +217,17 @@ class MethodOptions(PolicyOptions):
         """Check also that `answer_start` is valid Unicode.
 
         Raises:
-            InvalidArgumentError: it is not.
+            InvalidArgumentError: `answer_start` is not valid Unicode.
         """
         super().__post_init__()
         require_unicode("answer_start", self.answer_start)
 
     def settings(self) -> GenerationSettings:
-        """Return the settings of generation."""
+        """Return the settings of generation.
+
+        Raises:
+            InvalidArgumentError: a value is out of range.
+        """
         return GenerationSettings(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -287,7 +304,9 @@ class RunOptions(MethodOptions):
         """Check also the assistant, the way to read the prompt, and ``--check``.
 
         Raises:
-            ModelNotFoundError: `assistant` names a file or folder that does not exist.
+            ModelNotFoundError: `assistant` names a file or folder that does not exist or is no
+                model.
+            MissingDependencyError: `assistant` is "demo", and its package is not installed.
             InvalidArgumentError: the way to read is unknown, or ``--check`` is for sampled tokens
                 or for more tokens than are generated.
         """
@@ -309,7 +328,11 @@ class RunOptions(MethodOptions):
 
     @property
     def reading(self) -> Prefill:
-        """The way to read the prompt."""
+        """The way to read the prompt.
+
+        Raises:
+            InvalidArgumentError: `prefill` is not valid.
+        """
         return read_prefill(self.prefill)
 
 
@@ -413,7 +436,7 @@ class ComparedOptions(ModelOptions):
     def __post_init__(self) -> None:
         """Check the methods, budgets and bits before torch is imported.
 
-        The methods themselves check the values of their parameters later.
+        The values of parameters are not checked, which the methods do themselves later.
 
         Raises:
             InvalidArgumentError: a method, a parameter, a budget or a storage is not valid.

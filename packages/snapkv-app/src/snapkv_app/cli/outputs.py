@@ -21,7 +21,7 @@ from snapkv_app.cli import panels
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Marks an option that names a file, or a folder for files, to be written.
+    """A mark for an option that names a file, or a folder for files, to be written.
 
     Attributes:
         files: the names of the files in the folder; empty if the option names one file.
@@ -43,7 +43,10 @@ class Output:
         return [path, *(path.with_stem(f"{path.stem}{ending}") for ending in endings)]
 
     def is_own(self, path: Path) -> bool:
-        """Return whether an existing path was written for this option, and can be added to."""
+        """Return whether an existing path was written for this option, and can be added to.
+
+        False if it cannot be read, and always for a file that a command replaces.
+        """
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             return self._is_own(path)
         return False
@@ -52,13 +55,16 @@ class Output:
         return False
 
     def strangers(self, path: Path) -> list[str]:
-        """Return the names of foreign files in the folder, which forbid writing to it."""
+        """Return the names of foreign files in the folder, which forbid writing to it.
+
+        Without a special mark, no file does.
+        """
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder(Output):
-    """Marks an option that names the folder of a run, in which the same run can be continued.
+    """A mark for an option that names the folder of a run, in which that run can be continued.
 
     Attributes:
         key: a key of the JSON object in the first file, by which such a folder is recognised.
@@ -72,7 +78,10 @@ class RunFolder(Output):
         return self.key in json.loads((path / self.files[0]).read_bytes())
 
     def strangers(self, path: Path) -> list[str]:
-        """Return the names of existing files that do not belong to a run."""
+        """Return the names of files in the folder that do not belong to a run, sorted.
+
+        Empty if the folder is that of a run, is missing or cannot be read.
+        """
         with contextlib.suppress(OSError):  # the folder is missing or cannot be read
             return [] if self.is_own(path) else foreign_files(path, self.files)
         return []
@@ -80,7 +89,7 @@ class RunFolder(Output):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsFile(Output):
-    """Marks an option that names a file to which rows are added.
+    """A mark for an option that names a file to which rows are added.
 
     Attributes:
         key: a key of the JSON object in each row, by which such a file is recognised.
@@ -108,7 +117,17 @@ class WritingOptions:
 
 
 def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -> Path:
-    """Return the given folder for results, or else a folder that is named after the run."""
+    """Return the folder for the results of a run; it is not created.
+
+    Args:
+        given: the folder that the user has named, or None.
+        kind: the kind of the run, such as "eval".
+        model: the name of the model.
+        fingerprint: a digest of the settings of the run.
+
+    Returns:
+        `given`, or a folder in ``snapkv-results`` with a name of the other arguments.
+    """
     if given is not None:
         return Path(given)
     name = re.sub(r"[^\w.-]+", "-", model).strip("-")
@@ -116,11 +135,14 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
-    """Check that the command may write its outputs.
+    """Raise unless the command may write its outputs.
+
+    Every text in the options that are not outputs counts as a possible input file.
 
     Args:
-        marked: the marks of the options that name outputs.
-        given: the values of all options.
+        marked: the marks of the options that name outputs. Options with the value None are left
+            out.
+        given: the values of all options, with "force" for ``--force``.
 
     Raises:
         InvalidArgumentError: two options name the same file, or `require_output` refuses one.
@@ -141,14 +163,17 @@ def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> N
 def require_output(
     name: str, text: str, output: Output, *, inputs: Iterable[str], force: bool
 ) -> None:
-    """Check that an output can be written, and that no other file would be lost.
+    """Raise unless an output can be written without losing another file.
+
+    Devices and pipes are always accepted. Nothing is written or created.
 
     Args:
         name: the name of the option.
         text: the value of the option.
         output: the mark of the option.
-        inputs: texts that may be paths of input files.
-        force: whether existing files may be replaced. Input files are never replaced.
+        inputs: texts that may be paths of input files or of folders with them.
+        force: whether existing files may be replaced. Input files are never replaced, and neither
+            are files to which a command adds.
 
     Raises:
         InvalidArgumentError: the name is empty or not valid, the folder is missing or cannot be
@@ -169,10 +194,11 @@ def require_output(
 
 
 def _require_place(name: str, path: Path, output: Output) -> None:
-    """Check that the folder of an output exists or will be created, and can be written to.
+    """Raise unless the folder of an output exists or will be created, and can be written to.
 
     Raises:
-        InvalidArgumentError: it does not exist, or cannot be written to.
+        InvalidArgumentError: the folder does not exist and will not be created, or the nearest
+            existing folder cannot be written to.
     """
     folder = path if output.files else path.parent
     if output.files or output.is_added_to:  # the command creates the folder
@@ -211,11 +237,11 @@ def _exists(name: str, target: Path) -> bool:
 def _require_replaceable(
     name: str, target: Path, output: Output, inputs: Iterable[str], force: bool
 ) -> None:
-    """Check that an existing file may be replaced.
+    """Raise unless an existing file, which was not written for this option, may be replaced.
 
     Raises:
-        InvalidArgumentError: it is an input, or `force` is not set, or the command adds to files of
-            another kind.
+        InvalidArgumentError: the file is an input, `force` is False, or the command adds to files
+            instead of replacing them.
     """
     if _is_input(target, inputs):
         problem = f"the file {str(target)!r} is one of the inputs"
@@ -227,7 +253,10 @@ def _require_replaceable(
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield each text in the value of an option, which may be repeated or contain commas."""
+    """Yield each text in the value of an option, and the parts between its commas.
+
+    The value may be a list or a tuple. What is not a text is left out.
+    """
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, str):
             yield from filter(None, {each, *each.split(",")})

@@ -116,7 +116,8 @@ def memory_of(text: str) -> int:
     """Parse the memory of a device: bytes with a unit, or the name of a card.
 
     Raises:
-        InvalidArgumentError: `text` is neither of them, or several cards have that name.
+        InvalidArgumentError: `text` is neither of them, or is a card that is sold with several
+            sizes of memory, without naming one of them.
     """
     found = card_bytes(text)
     if found is not None:
@@ -265,7 +266,13 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
 
 
 def _format_longest(tokens: int | None, limit: int | None) -> str:
-    """Return the number of tokens that fit, with a remark if only the positions limit them."""
+    """Return the number of tokens that fit, for a table; "none" for None and 0.
+
+    Args:
+        tokens: the number of tokens.
+        limit: the number for which the model has positions; if `tokens` equals it, a remark says
+            so. None if the model has no limit.
+    """
     if not tokens:
         return "none"
     return f"{tokens:,} (all positions)" if tokens == limit else f"{tokens:,}"

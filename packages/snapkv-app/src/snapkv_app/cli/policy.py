@@ -19,7 +19,7 @@ BITS_WITHIN_BYTES: Bits = "K8V4"
 def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
     """Build the policy of the options, with its defaults for everything that is left out.
 
-    If neither a policy nor a budget is given, the votes choose the budget.
+    If the options name neither a policy nor a budget, the votes choose the budget.
 
     Args:
         options: the options of the command.
@@ -39,10 +39,16 @@ def usual_bits(
     """Choose the `quantize` of `CompressedCache`.
 
     The default method quantizes if its budget is in bytes: more tokens fit then, but each decode
-    step takes longer.
+    step takes longer. Any other method does not, and neither do options with `exact_bits`.
+
+    Args:
+        policy: the policy of the cache.
+        model: the model.
+        options: the options of the command; None if `policy` is the default method.
 
     Returns:
-        The bits or None, and a reason if the cache would be quantized but the model forbids it.
+        The bits, or None for unquantized storage; and a reason if the cache would be quantized but
+        the model forbids it, which is empty otherwise.
     """
     is_wanted = options is None or (options.policy == DEFAULT and not options.exact_bits)
     if not is_wanted or not isinstance(budget_of(policy), ByteBudget):
@@ -55,8 +61,12 @@ def usual_bits(
 def make_policy(name: str, given: dict[str, Any]) -> Policy:
     """Build the policy called `name`, with parameters that `chosen` assigns.
 
+    Args:
+        name: the name of a method, or "default".
+        given: the parameters by name, converted to their types.
+
     Raises:
-        InvalidArgumentError: a parameter is unknown, or the policy refuses its value.
+        InvalidArgumentError: a method or a parameter is unknown, or the policy refuses its value.
     """
     return _build(chosen(name, default_parameters(given) if name == DEFAULT else given))
 
@@ -71,10 +81,19 @@ def named_policies(
 ) -> list[tuple[str, Policy]]:
     """Build the baselines at their default budgets, and every policy at every budget.
 
-    A policy that takes no budget, or whose parameters set one, appears once.
+    A policy that takes no budget, or whose parameters set one, appears one time.
+
+    Args:
+        baselines: texts that name methods, with parameters, as `specs` splits them.
+        policies: likewise.
+        budgets: the budgets, as `token_budget` returns them.
 
     Returns:
-        A label and the policy for each of them.
+        A label and the policy for each of them, in this order. The label is the text, followed by
+        "@" and the budget if the policy takes one of `budgets`.
+
+    Raises:
+        InvalidArgumentError: a method or a parameter is unknown, or a policy refuses a value.
     """
     made = [(spec, make_policy(*parsed(spec))) for spec in specs(baselines)]
     for spec in specs(policies):
@@ -89,7 +108,7 @@ def named_policies(
 
 
 def _format_budget(budget: int | str | dict[str, Any]) -> str:
-    """Return a budget as it is written on the command line."""
+    """Return a budget as it is written on the command line; a dictionary must be one of auto."""
     if not isinstance(budget, dict):
         return str(budget)
     return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())

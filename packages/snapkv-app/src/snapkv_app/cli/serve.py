@@ -31,9 +31,10 @@ _SIZES = ("budget", "protect_first", "max_window_size", "max_kernel_size")
 
 
 class _ServedBudget(WholeNumber):
-    """Marks an option that takes a budget in tokens.
+    """A mark for an option that takes a budget in tokens.
 
-    A budget in bytes passes as a text; the settings refuse it and suggest a number of tokens.
+    A budget in bytes is not parsed but returned as a text, because the settings of the server
+    refuse it with a better message.
     """
 
     def read(self, name: str, text: str) -> Any:
@@ -101,6 +102,8 @@ class ServeOptions:
     def held_sessions(self) -> dict[str, Any] | None:
         """Return the settings of sessions, or None without ``--sessions``.
 
+        "most_bytes" is 0 if the server shall choose it.
+
         Raises:
             InvalidArgumentError: ``--session-bytes`` is given alone, or is not a number of bytes.
         """
@@ -112,7 +115,11 @@ class ServeOptions:
         return {"most_bytes": self._bytes("session_bytes")}
 
     def _bytes(self, name: str) -> int:
-        """Parse an option in bytes, or return 0 without it, which lets the server choose."""
+        """Parse an option in bytes, or return 0 without it, which lets the server choose.
+
+        Raises:
+            InvalidArgumentError: the option is not a positive number of bytes.
+        """
         if (given := getattr(self, name)) is None:
             return 0
         most_bytes = byte_count(name, given)

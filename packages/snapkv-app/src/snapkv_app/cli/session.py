@@ -36,6 +36,7 @@ def show_answers(source: Source) -> None:
     table below an answer are printed on standard error.
 
     Raises:
+        SnapKVError: an answer cannot be computed, see `Source.answer`.
         Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     options = source.options
@@ -66,7 +67,11 @@ def show_answers(source: Source) -> None:
 
 
 def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
-    """Print two answers side by side on standard output, or the costs of one on standard error."""
+    """Print two answers side by side on standard output, or the costs of one on standard error.
+
+    The text of a single answer must have been printed already. `sources` are printed next to the
+    table, on the same stream.
+    """
     if len(answers) > 1:
         show(answers_table(answers, with_text=True))
         say(sources)
@@ -77,7 +82,7 @@ def _show(answers: Sequence[Answer], sources: Sequence[Text]) -> None:
 
 
 def _warm_up(model: Any) -> None:
-    """Run the model once, so that loading the weights does not slow the first answer only."""
+    """Run the model on one token, so that loading the weights does not slow the first answer."""
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.int64, device=device_of(model)))
 
@@ -114,7 +119,10 @@ def _costs(answer: Answer) -> dict[str, str]:
 
 
 def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
-    """Return an answer as a JSON object; the long list of layers is left out by default."""
+    """Return an answer as a dictionary that JSON can represent.
+
+    The list of layers in the report of the cache, which is long, is left out unless `with_layers`.
+    """
     record = {"method": method_name(answer.policy), **asdict(answer)}
     if not with_layers:
         record["cache"] = without(record["cache"], "layers")

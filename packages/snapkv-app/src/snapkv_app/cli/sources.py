@@ -74,12 +74,22 @@ class Source(ABC):
         return usual_bits(self.policy, self.loaded.model, self.options)
 
     def answer(self, on_text: TextSink | None) -> Answer:
-        """Compute the answer of the method, and pass its text to `on_text` as it is generated."""
+        """Compute the answer of the method, and pass its text to `on_text` as it is generated.
+
+        While the model reads, a terminal shows a progress bar. With None, no text is passed on.
+
+        Raises:
+            SnapKVError: the prompt cannot be read or compressed, see `answering.answer`.
+        """
         with reading_progress(self.loaded.model, method_name(self.policy.describe())) as bar:
             return self._answer(on_text and bar.before(on_text))
 
     def full_answer(self, tokens: int) -> Answer:
-        """Compute the answer of the full cache, with at most `tokens` tokens."""
+        """Compute the answer of the full cache, with at most `tokens` tokens.
+
+        Raises:
+            SnapKVError: the prompt cannot be read, see `answering.answer`.
+        """
         with reading_progress(self.loaded.model, FullCache.name):
             return self._full_answer(replace(self.settings, max_new_tokens=tokens))
 
@@ -91,7 +101,7 @@ class Source(ABC):
 
     @abstractmethod
     def request(self) -> dict[str, Any]:
-        """Return the question and the documents, for the JSON object."""
+        """Return what was asked, with the documents and warnings, for the JSON object."""
 
     def cited(self) -> list[str]:
         """Return the lines to print between an answer and its costs."""
@@ -149,7 +159,7 @@ def open_prompt(
 
     Raises:
         InvalidArgumentError: tokens cannot be drafted with these options.
-        SnapKVError: the model cannot be loaded.
+        SnapKVError: the model cannot be loaded, or the prompt cannot be made.
     """
     given["protection"] = protection_of(options, system=kind.keeps_system)
     _require_valid_drafts(options, policy)
@@ -192,13 +202,28 @@ class FilesSource(PromptSource):
 
     @property
     def prompt(self) -> Prompt:
-        """The documents, or the passages that were chosen last, then the question."""
+        """The documents, or the passages that were chosen last, then the question.
+
+        With `passages`, the first access chooses them, which measures the speed of the model.
+
+        Raises:
+            DocumentError: the documents are too long, and contain no word of the question.
+            InvalidArgumentError: the policy reads prompts twice, and the chat template has
+                rewritten the question.
+        """
         whole = self.options.passages is None
         return self._prompt_about(self.documents if whole else self._choice.chosen[-1].documents)
 
     @cached_property
     def _choice(self) -> PassageChoice:
-        """What is read: first what fits into the tokens, then what fits into the time as well."""
+        """The choice of what is read, which has chosen at least one time.
+
+        First it has chosen what fits into the tokens of `passages` and the positions of the model;
+        then, if that takes too long here, what fits into the seconds as well.
+
+        Raises:
+            DocumentError: the documents are too long, and contain no word of the question.
+        """
         limit = self.options.passages
         new_tokens, positions = self.options.max_new_tokens, self.loaded.max_tokens
         most = limit.tokens if positions is None else min(limit.tokens, positions - new_tokens)
@@ -213,7 +238,10 @@ class FilesSource(PromptSource):
 
     @property
     def _readings(self) -> int:
-        """How much longer reading takes than one pass; KVzip's second pass takes twice as long."""
+        """How many times as long as a single pass the model needs to read the documents.
+
+        The second pass of KVzip takes about as long as two.
+        """
         return 3 if self.policy.needs_reconstruction_pass else 1
 
     def _answer(self, on_text: TextSink | None) -> Answer:
@@ -228,7 +256,11 @@ class FilesSource(PromptSource):
                 self._choose_fewer(error.needed, error.left)
 
     def _choose_fewer(self, needed: float, left: float) -> None:
-        """Choose what the model reads in the seconds that are `left`, instead of those `needed`.
+        """Choose fewer passages for the model to read, so that they fit into the time.
+
+        Args:
+            needed: the seconds that reading the last choice would take in one pass.
+            left: the seconds that are left for one pass.
 
         Raises:
             InvalidArgumentError: one passage is too long for the time.
@@ -259,7 +291,10 @@ class FilesSource(PromptSource):
         return len(self._prompt_about(read).encoded(self.loaded.tokenizer)[0])
 
     def request(self) -> dict[str, Any]:
-        """Return the documents, warnings about them, the question and the passages."""
+        """Return the documents, warnings about them, the question and the passages.
+
+        "passages" is None if the documents were read in full.
+        """
         about = super().request() | {"question": self.question, "passages": None}
         if found := self._excerpts:
             places = [asdict(place) for place in found.places]
@@ -277,7 +312,8 @@ class FilesSource(PromptSource):
     def cited(self) -> list[str]:
         """Return a line on how many passages were read, and their lines in the documents.
 
-        Another line says if the time was too short for all that fit into the tokens to read.
+        Another line says if the time was too short for all passages that fit into the tokens, with
+        a command that reads them. Empty if the documents were read in full.
         """
         if not (found := self._excerpts):
             return []
@@ -327,7 +363,10 @@ class LibrarySource(Source):
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits of the cache; None and a reason for documents that are already compressed."""
+        """The bits of the cache, and a reason if the default quantization is impossible.
+
+        It is also impossible if compressed documents are joined without being read again.
+        """
         quantize, why = super().bits
         if quantize is not None and self.is_partial:
             return None, "unquantized, since the documents were compressed when added"
@@ -363,7 +402,7 @@ class LibrarySource(Source):
         return {"answer_start": self.options.answer_start}
 
     def request(self) -> dict[str, Any]:
-        """Return the question, the library, and the documents found in it."""
+        """Return the question, the library, the documents found in it, and warnings about them."""
         sources = [asdict(hit) for hit in self.hits]
         return {
             "library": str(self.library.path),
@@ -399,8 +438,13 @@ def open_library(
         warnings: warnings about the documents. This function and the library add to the list.
         given: the other fields of the source.
 
+    Returns:
+        The source. If the documents are compressed and no option names a method or a parameter, its
+        policy keeps all of their tokens.
+
     Raises:
-        InvalidArgumentError: the policy would have the documents read again.
+        InvalidArgumentError: the policy reads prompts twice, which the documents cannot be.
+        LibraryError: there is no library.
         PromptTooLongError: the model has positions for none of the documents.
         SnapKVError: the model cannot be loaded.
     """
@@ -439,10 +483,13 @@ def open_library(
 def _within_positions(
     loaded: LoadedModel, library: Library, question: str, hits: Sequence[Hit], options: AskOptions
 ) -> list[Hit]:
-    """Return the documents that the model has positions for.
+    """Return the documents that fit into the positions of the model with the question and answer.
+
+    A document that does not fit is left out, and the later ones are still tried. The best match is
+    tried first.
 
     Raises:
-        PromptTooLongError: it has positions for none of them.
+        PromptTooLongError: the model has positions for none of them.
     """
     taken = len(library.required().prefix_ids)
     taken += len(question_ids(loaded.tokenizer, question, options.answer_start))
@@ -463,6 +510,9 @@ def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
         options: the options of the command.
         system: whether a system message is kept if the options do not say it; None to keep it if
             there is one and the budget allows.
+
+    Raises:
+        InvalidArgumentError: a text to protect is empty.
     """
     return Protection(
         texts=tuple(options.protect or ()),
@@ -472,7 +522,7 @@ def protection_of(options: RunOptions, *, system: bool | None) -> Protection:
 
 
 def _require_valid_drafts(options: RunOptions, policy: Policy) -> None:
-    """Check that tokens can be drafted as the options say.
+    """Raise unless tokens can be drafted as the options say; options without drafts are accepted.
 
     Raises:
         InvalidArgumentError: there are two sources of drafts, or there is one although the prompt
@@ -493,7 +543,13 @@ def _require_valid_drafts(options: RunOptions, policy: Policy) -> None:
 
 
 def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:
-    """Return the way to draft tokens that the options choose, or None for plain decoding."""
+    """Return the way to draft tokens that the options choose, or None for plain decoding.
+
+    A model that drafts is loaded here.
+
+    Raises:
+        SnapKVError: that model cannot be loaded.
+    """
     if options.assistant is not None:
         return draft_methods.assistant(loaded, load_other(options.assistant, options))
     if options.prompt_lookup is not None:

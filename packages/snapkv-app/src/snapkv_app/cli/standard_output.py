@@ -19,11 +19,14 @@ FAILED = 1
 def named_output() -> Iterator["NamedStream"]:
     """Let failed writes to standard output raise OutputError in this block, and flush at its end.
 
+    `sys.stdout` is replaced within the block. If the block raises, nothing is flushed.
+
     Yields:
         The stream that is the standard output in the block.
 
     Raises:
         OutputError: standard output is closed, or cannot be written to.
+        BrokenPipeError: the reader of standard output has closed it, which is no error.
     """
     stream = sys.stdout
     if stream is None:
@@ -41,8 +44,10 @@ def named_output() -> Iterator["NamedStream"]:
 def hide_messages(is_quiet: bool) -> bool:
     """If `is_quiet`, discard all messages on standard error until `messages_shown` ends.
 
+    `sys.stderr` is replaced.
+
     Returns:
-        `is_quiet`, since an option calls this function.
+        `is_quiet`, because this is the callback of the option `--quiet`.
     """
     if is_quiet:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 # closed below
@@ -112,7 +117,10 @@ def write_drawn(text: str) -> None:
 
 
 def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
-    """Write one JSON object to standard output, with each list of numbers on one line."""
+    """Write one JSON object and a line break to standard output.
+
+    Each list of numbers is on one line. With `indent` None, the whole object is.
+    """
     text = json.dumps(record, indent=indent)
     write(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
 

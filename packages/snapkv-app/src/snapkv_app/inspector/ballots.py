@@ -16,7 +16,10 @@ from snapkv_app.observing import observed
 
 
 def scorer_of(policy: Policy) -> PrefixPolicy | None:
-    """Return the innermost policy that another policy wraps; None if it does not score tokens."""
+    """Return the innermost policy that `policy` wraps, or `policy` itself if it wraps none.
+
+    None if that policy does not score tokens.
+    """
     for name in ("policy", "prompt"):
         inner = getattr(policy, name, None)
         if isinstance(inner, Policy):
@@ -36,7 +39,11 @@ def ballots(loaded: LoadedModel, ids: Tensor, policies: Sequence[Policy]) -> lis
         policies: the policies.
 
     Returns:
-        One ballot per policy, in their order; None for a policy that counts no votes.
+        One ballot per policy, in their order. Only SnapKV and policies around it count votes; the
+        ballot of any other is None. If no policy counts votes, the prompt is not read.
+
+    Raises:
+        UnsupportedModelError: the model's cache cannot be compressed.
     """
     scorers = [scorer_of(policy) for policy in policies]
     voting = [scorer if isinstance(scorer, SnapKV) else None for scorer in scorers]
@@ -73,7 +80,8 @@ def layer_votes(scorer: SnapKV, layer: PromptLayer) -> Tensor:
         layer: a layer with T tokens and at least the queries of the W voters.
 
     Returns:
-        (W, T) float32 on the CPU, the votes of each voter for each token.
+        (W, T) float32 on the CPU, the votes of each voter for each token; all 0 if the prompt is
+        not longer than the window.
     """
     queries = last_tokens(layer.queries, scorer.query_tokens)
     tokens = layer.keys.shape[2]

@@ -84,11 +84,12 @@ class Inspection:
     methods: list[MethodRecord]
 
     def page(self, request: dict[str, Any]) -> Page:
-        """Build the page.
+        """Build the page; nothing is written.
 
         Args:
             request: the model, the names of the `documents`, and everything else that a user needs
-                to reproduce the page.
+                to reproduce the page. It must be representable in JSON. The page shows it together
+                with the `methods`.
         """
         names = ", ".join(request.get("documents", ())) or "the prompt"
         chosen = {method.label: method.chosen.answer.policy for method in self.methods}
@@ -143,9 +144,13 @@ def inspect_prompt(
         prompt: the text to continue.
         policies: pairs of a label and a policy.
         settings: how answers are generated.
-        budgets: pairs of a label and the first policy with another budget.
+        budgets: pairs of a label and the first policy with another budget. Their answers belong to
+            the first method alone.
         on_step: called before every step with its name, the number of finished steps, and the
             number of all steps.
+
+    Returns:
+        The answers, with one record for every element of `policies`, in order.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.

@@ -65,8 +65,8 @@ class About:
                 loaded.
 
         Raises:
-            InvalidArgumentError: `bits` is not a known name, or the chat template does not repeat
-                the text of the user.
+            InvalidArgumentError: `bits` is not a known name, the chat template does not repeat the
+                text of the user, or the tokenizer turns other words into control tokens.
         """
         from snapkv.hf.identity import identity_of
         from snapkv.policies import FullCache
@@ -113,7 +113,11 @@ class About:
         )
 
     def made_policy(self, tokenizer: Any) -> "Policy":
-        """Build the policy that compresses the documents."""
+        """Build the policy that compresses the documents, for texts of this tokenizer.
+
+        Raises:
+            CacheMismatchError: this version does not know the name of the policy.
+        """
         from snapkv.hf.saved import policy_of
 
         return policy_of(self.policy).with_tokenizer(tokenizer)
@@ -130,6 +134,8 @@ class About:
 
     def require_same(self, other: "About") -> None:
         """Raise unless `other` describes the same model and tokenizer.
+
+        The prefix, the policy and the bits are not compared.
 
         Raises:
             LibraryError: the model or the tokenizer differs.
@@ -179,12 +185,12 @@ class About:
 
 
 def _as_read(policy: "Policy") -> dict[str, Any]:
-    """Return the name and the parameters of a policy as they are read from JSON."""
+    """Return the name and the parameters of a policy as they would be read back from JSON."""
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
 def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
-    """Return `bits` as JSON can store them; None for "none".
+    """Convert `bits` to a value that can be stored in JSON; "none" becomes None.
 
     Raises:
         InvalidArgumentError: `bits` is not a known name.
@@ -211,22 +217,37 @@ def _text(value: Any) -> str:
 
 
 def _prefix_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that the chat template or the tokenizer puts before the first document."""
+    """Return the tokens that the chat template or the tokenizer puts before the first document.
+
+    Raises:
+        InvalidArgumentError: the chat template does not repeat the text of the user, or the
+            tokenizer turns other words into control tokens.
+    """
     if tokenizer.chat_template:
         return _ids(tokenizer, _around(tokenizer, "")[0])
     return special_tokens_around(tokenizer)[0]
 
 
 def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
-    """Tokenize a document: a line with its name, its text, and an empty line."""
+    """Tokenize a document: a line with its name, its text, and an empty line.
+
+    Control words in the name or the text are tokenized as ordinary text.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns other words into control tokens.
+    """
     return content_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
 
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
     """Tokenize everything after the last document: the question and the beginning of the answer.
 
+    Without a chat template, the question follows the word "Question:", and "Answer:" follows it.
+    Control words in the question and in the answer are tokenized as ordinary text.
+
     Raises:
-        InvalidArgumentError: the chat template does not repeat the text of the user.
+        InvalidArgumentError: the chat template does not repeat the text of the user, or the
+            tokenizer turns other words into control tokens.
     """
     if tokenizer.chat_template:
         behind = _around(tokenizer, quoted(tokenizer, question))[1]
@@ -236,7 +257,14 @@ def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """Return the hexadecimal SHA-256 digest of a tokenizer and its chat template."""
+    """Return the hexadecimal SHA-256 digest of a tokenizer and its chat template.
+
+    It depends on the template, the number of tokens, and the tokens of a short sample text, so two
+    tokenizers that differ elsewhere may have the same digest.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns words of the sample into control tokens.
+    """
     ids = _ids(tokenizer, _SAMPLE)
     identity = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()
@@ -263,5 +291,9 @@ def _around(tokenizer: Any, question: str) -> tuple[str, str]:
 
 
 def _ids(tokenizer: Any, written: str) -> list[int]:
-    """Tokenize the text that a chat template has written with `quoted` content."""
+    """Tokenize the text that a chat template has written with `quoted` content.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns other than control words into control tokens.
+    """
     return tokenized(tokenizer, *unquoted(written))[0]

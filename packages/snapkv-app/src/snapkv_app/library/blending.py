@@ -55,16 +55,22 @@ def blend(
     (`AdaKV`, `PyramidKV`), no more tokens are evicted, and the complete question is appended.
 
     Tokens that a part has evicted are missing unless `recompute` is 1. If the question is shorter
-    than the observation window, only its own queries vote.
+    than the observation window, only its own queries vote. The parts are not changed, so they can
+    be joined again.
 
     Args:
         model: the model that has read the parts; all of its layers must have full attention.
         parts: the documents, in the order of the prompt.
-        policy: selects the tokens to keep for the question; `snapkv.default_policy()` by default.
+        policy: selects the tokens to keep for the question; `snapkv.default_policy()` by default,
+            or its form that selects in every layer separately if the parts were compressed.
         recompute: the fraction of all N tokens that the second layer recomputes. It falls by a
             constant factor from layer to layer, to a tenth in the last layer; above 0.5 it falls
-            less. 0 runs no forward pass. 1 reads all tokens in all layers, which is exact.
+            less. 0 runs no forward pass, and neither does a single part unless `recompute` is 1.
+            1 reads all tokens in all layers, which is exact.
         options: as for `CompressedCache`.
+
+    Returns:
+        A new cache that has read `joined_ids(parts)`.
 
     Raises:
         CacheMismatchError: a part belongs to another model or has another prefix.
@@ -86,10 +92,10 @@ def blend(
     if any(counts):
         require_recomputable(model)
     joined = join(model, parts)
-    held = _held(joined)
+    held = _evenness_of(joined)
     if policy is None and held == "even":  # then every layer selects its tokens by itself
         cache = CompressedCache(model, by_layer(cache.policy), **options)
-    _require_going_on(cache, held)
+    _require_compatible(cache, held)
     if any(counts):
         joined = read_again(model, ids, joined, counts)
     _fill(cache, joined, held)
@@ -102,17 +108,22 @@ def blend(
 def _read(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> None:
     """Read the tokens into an empty cache, without evicting any before the question.
 
+    Args:
+        model: the model.
+        ids: (1, N) int64, on the device of the model.
+        cache: the cache, which is changed in place.
+
     Raises:
         InvalidArgumentError: the policy needs a second reading of the prompt.
     """
-    _require_choice_behind(cache.policy)
+    _require_single_reading(cache.policy)
     cache.expect_prompt(ids.shape[1] + 1)
     cache.expect_tokens(ids)
     model(ids, **passed(cache), logits_to_keep=1)
     cache.prompt_state.prompt_end = None
 
 
-def _held(joined: Sequence[JoinedLayer]) -> Evenness:
+def _evenness_of(joined: Sequence[JoinedLayer]) -> Evenness:
     """Return which tokens the layers store: all of them, equally many in all heads, or neither."""
     if all(layer.is_whole for layer in joined):
         return "whole"
@@ -121,10 +132,10 @@ def _held(joined: Sequence[JoinedLayer]) -> Evenness:
 
 
 def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness) -> None:
-    """Put the joined keys and values into a new cache.
+    """Put the joined keys and values into an empty cache, which is changed in place.
 
-    If all heads store equally many tokens, the cache is in the middle of a prompt, so that the
-    question can still vote; otherwise it is after one.
+    If all heads store equally many tokens, the prompt is not complete afterwards, so the question
+    can still vote. Otherwise the prompt is complete, and the question is stored in full.
     """
     for layer, one in zip(cache.prompt_state.layers, joined, strict=True):
         keys, values = one.key_states, one.value_states
@@ -140,12 +151,18 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness)
         cache.prompt_state.prompt_end = joined[0].tokens
 
 
-def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
+def _require_compatible(cache: CompressedCache, held: Evenness) -> None:
     """Raise unless the policy and the options of a cache work with the tokens that parts store.
 
+    Args:
+        cache: the cache for the question.
+        held: which tokens the joined layers store.
+
     Raises:
-        InvalidArgumentError: the policy cannot select from these tokens, or an option of the cache
-            needs tokens that the parts have evicted.
+        InvalidArgumentError: the heads store different numbers of tokens, and the policy evicts
+            after every token. Or they store equally many, and the policy reads prompts twice, needs
+            the queries of the documents, which are not stored, or cannot select from the tokens
+            that are left. Or an option of the cache needs tokens that the parts have evicted.
     """
     policy = cache.policy
     if held == "uneven":
@@ -158,7 +175,7 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
                 f"Use SnapKV, or {_WHOLE}",
             )
         return
-    _require_choice_behind(policy)
+    _require_single_reading(policy)
     if policy.query_tokens == ALL_QUERIES:
         raise wrong(
             "policy",
@@ -177,7 +194,7 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
             )
 
 
-def _require_choice_behind(policy: Policy) -> None:
+def _require_single_reading(policy: Policy) -> None:
     """Raise if the policy reads prompts twice, because a question is read only one time.
 
     Raises:
@@ -190,7 +207,7 @@ def _refuse_options(cache: CompressedCache, *names: str) -> None:
     """Raise if one of the options `names` of a cache has another value than its default.
 
     Raises:
-        InvalidArgumentError: it has.
+        InvalidArgumentError: an option has another value; the first one is named.
     """
     usual = {"turns": "append"}
     for name in names:

@@ -40,10 +40,15 @@ class SizeLimit:
     def too_many(self, size: int = 0, key: str = "") -> list[DocumentEntry]:
         """Return the documents that must be evicted for a new document, without evicting them.
 
+        By default there is no new document, and the stored ones alone must fit below the limit.
+
         Args:
             size: the bytes of the file of the new document.
             key: the key of the new document. A document with this key is replaced, so its bytes do
                 not count.
+
+        Returns:
+            The documents to evict, the least recently used first; empty if all of them fit.
 
         Raises:
             InvalidArgumentError: the new document does not fit even if all documents are evicted
@@ -73,10 +78,10 @@ class SizeLimit:
     def admit(self, entry: DocumentEntry) -> list[DocumentEntry]:
         """Count a document that was written, and return the documents to evict for it.
 
-        The caller must remove the returned documents.
+        From now on the returned documents do not count any more, and the caller must remove them.
 
         Raises:
-            InvalidArgumentError: the document does not fit, as for `too_many`.
+            InvalidArgumentError: the document does not fit, as for `too_many`; it is not counted.
         """
         going = self.too_many(entry.bytes, entry.key)
         self._held_bytes += entry.bytes - self._bytes_of(entry.key)
@@ -90,7 +95,10 @@ class SizeLimit:
         return self._held[key].bytes if key in self._held else 0
 
     def _by_last_use(self, keys: Collection[str]) -> list[str]:
-        """Return the keys that may be evicted, the least recently used first."""
+        """Return the keys that may be evicted, the least recently used first.
+
+        The most recently used document and those that must stay are left out.
+        """
         uses = {key: time for key in keys if (time := self._folder.asked_at(key)) is not None}
         last = max(uses, key=uses.__getitem__, default=None)
         free = [key for key in keys if key not in self._stay and key != last]

@@ -52,7 +52,7 @@ _MOST_RECORD_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A damaged file of a library."""
+    """A damaged file of a library, and how it is damaged."""
 
     name: str  # of the document, or of the file if its record is damaged
     path: Path
@@ -133,7 +133,11 @@ class Folder:
             )
 
     def _is_own(self, file: Path) -> bool:
-        """Return whether a file may belong to a library that was not finished."""
+        """Return whether a file may belong to a library whose first document was not finished.
+
+        Such files are the lock, if it contains only the id of a process, and an incomplete
+        ``library.json``.
+        """
         if file.name == _LOCK:
             return file.is_file() and not file.read_bytes()[:20].strip(b"0123456789\n")
         return re.fullmatch(_PARTIAL % _NAMES[""], file.name) is not None
@@ -165,9 +169,10 @@ class Folder:
         return self._entry(key, self.stamp_of(key))
 
     def stamps(self) -> dict[str, str]:
-        """Return the stamp of every record by the key of its document.
+        """Return the stamp of every record by the key of its document; empty without a library.
 
-        A stamp is a text that changes whenever the record is written.
+        A stamp is a text that changes whenever the record is written. Damaged records have one,
+        too.
         """
         found = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -223,9 +228,14 @@ class Folder:
         return self.path / _INDEX
 
     def _entry(self, key: str, stamp: str | None) -> Record | Fault | None:
-        """Return a record or its fault, which is only read if its stamp has changed.
+        """Return a record or its fault; the file is read only if its stamp has changed.
 
-        None if the document was removed.
+        Args:
+            key: the key of the document.
+            stamp: the current stamp of the record; None if the document was removed.
+
+        Returns:
+            The record or its fault; None if the document was removed.
         """
         if stamp is None:
             return None
@@ -242,6 +252,8 @@ class Folder:
     def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
         """Return the fault of the cache file of a document; None if it is undamaged.
 
+        A missing file counts as damaged, and so does another one than was written with the record.
+
         Args:
             record: the document.
             checked: whether to read every byte of the file, or only its header.
@@ -253,7 +265,7 @@ class Folder:
     # The last use of a document is the time of an empty file.
 
     def note_asked(self, key: str) -> None:
-        """Record that a question uses a document now; ignores that the folder is read-only."""
+        """Record that a question uses a document now, if the folder can be written."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
             place.parent.mkdir(exist_ok=True)
@@ -261,14 +273,17 @@ class Folder:
             os.utime(place, ns=(now, now))
 
     def asked_at(self, key: str) -> int | None:
-        """Return the time of the last question that used a document, in nanoseconds.
+        """Return the time of the last question that used a document, in nanoseconds since 1970.
 
         None if no question has used it.
         """
         return _time_of(self.path / _ASKED / key)
 
     def written_at(self, key: str) -> int:
-        """Return the time at which a record was written, in nanoseconds; 0 if it is missing."""
+        """Return the time at which a record was written, in nanoseconds since 1970.
+
+        0 if there is no record.
+        """
         return _time_of(self._record_file(key)) or 0
 
     # Changing, under a lock.
@@ -278,10 +293,12 @@ class Folder:
         """Hold the lock of the library within this block, and create the folder if necessary.
 
         Until the block ends, the lock file contains the id of this process. So the next process
-        knows whether this one was killed, and removes the files that it has left.
+        knows whether this one was killed or the block has raised, and removes the incomplete files
+        that are left.
 
         Yields:
-            The keys of the documents that have been written or removed so far.
+            The keys of the documents that have been written or removed so far. `write` and `remove`
+            add to this set.
 
         Raises:
             LibraryError: another process holds the lock.
@@ -292,14 +309,14 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = path.open("a+b", buffering=0)
         with lock:
-            self._take(lock.fileno(), path)
+            self._lock(lock.fileno(), path)
             with naming(path):
                 lock.seek(0)
                 is_left = bool(lock.read(1))
                 lock.truncate(0)
                 _write_if_room(lock, b"%d\n" % os.getpid())
             if is_left:
-                self._clean()
+                self._remove_leftovers()
             self._changed = set()
             yield self._changed
             with naming(path):
@@ -310,13 +327,14 @@ class Folder:
 
         Raises:
             LibraryError: another process holds the lock.
+            OutputError: the file system cannot lock files.
         """
         path = self.path / _LOCK
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as lock:
-            self._take(lock.fileno(), path)
+            self._lock(lock.fileno(), path)
 
-    def _take(self, descriptor: int, path: Path) -> None:
-        """Lock an open file without waiting.
+    def _lock(self, descriptor: int, path: Path) -> None:
+        """Lock an open file without waiting; closing the file releases the lock.
 
         Raises:
             LibraryError: another process has locked the file.
@@ -358,7 +376,7 @@ class Folder:
         Raises:
             InvalidArgumentError: `save` has raised it.
             LibraryError: a file that no library has written has the name of the record.
-            OutputError: a file cannot be written.
+            OutputError: a file cannot be written, or `save` has raised a CacheFileError.
         """
         self._changed.add(text.key)
         sha256 = digest_of(text.text)
@@ -397,10 +415,10 @@ class Folder:
         return record
 
     def remove(self, keys: Iterable[str]) -> list[Record]:
-        """Remove documents, and return their records.
+        """Remove documents, and return their records in the order of the keys.
 
         Every record is removed before its cache file, so that no reader looks for a missing file.
-        Unknown keys are ignored. The caller must hold the lock.
+        Unknown keys and damaged records are ignored. The caller must hold the lock.
 
         Raises:
             OutputError: a record cannot be removed.
@@ -416,8 +434,11 @@ class Folder:
             _unlink(self.path / _ASKED / record.key)
         return records
 
-    def _clean(self) -> None:
-        """Remove the files that killed processes have left, if they have names of a library."""
+    def _remove_leftovers(self) -> None:
+        """Remove the files that killed processes have left, if they have names of a library.
+
+        The caller must hold the lock. The files of documents with damaged records stay.
+        """
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
@@ -453,7 +474,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _unlink(file: Path) -> None:
-    """Remove a file that is not needed any more, and ignore that this may fail."""
+    """Remove a file that is not needed any more; if that is impossible, the file stays."""
     with contextlib.suppress(OSError):
         file.unlink()
 
@@ -501,10 +522,13 @@ def _read_record(file: Path) -> Record | Fault:
 
 
 def _require_own_record(file: Path) -> None:
-    """Raise if a file that no library has written has the name of a record.
+    """Raise if a file exists that does not begin as the records of a library do.
+
+    An empty file may be replaced.
 
     Raises:
-        LibraryError: it has.
+        LibraryError: no library has written the file.
+        OutputError: the file cannot be read.
     """
     if not os.path.lexists(file):
         return

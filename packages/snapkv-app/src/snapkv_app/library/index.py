@@ -72,6 +72,10 @@ class Index:
         place: the file of the index, or ":memory:".
         folder: the folder of the library.
         on_notice: called with a line about every damaged record.
+
+    Raises:
+        sqlite3.Error: the file cannot be opened, or SQLite has no full-text search. All methods
+            raise it, too, if the file is damaged or another process writes to it for too long.
     """
 
     def __init__(self, place: str, folder: Folder, on_notice: Callable[[str], None]) -> None:
@@ -105,7 +109,10 @@ class Index:
         return self.entries(f"source in ({', '.join('?' * len(sources))})", sources)
 
     def below(self, place: str) -> list[DocumentEntry]:
-        """Return the documents that were read from the file `place`, or from files below it."""
+        """Return the documents that were read from the file `place`, or from files below it.
+
+        Sources are absolute paths, so `place` must be one, too.
+        """
         inside = place.rstrip("/") + "/"
         until = inside[:-1] + chr(ord("/") + 1)
         return self.entries("source = ? or source >= ? and source < ?", [place, inside, until])
@@ -117,7 +124,7 @@ class Index:
         """
         return self.connection.execute(_PLACE, (passage,)).fetchone() or ("", 0)
 
-    def is_of_now(self, key: str) -> bool:
+    def is_current(self, key: str) -> bool:
         """Return whether the index contains the current record of a document."""
         known: tuple[str] | None = self.connection.execute(_STAMP, (key,)).fetchone()
         return known == (self._folder.stamp_of(key),)
@@ -127,8 +134,11 @@ class Index:
     def update(self, *, anew: bool = False) -> None:
         """Add new and changed records to the index, and remove deleted ones from it.
 
+        A damaged record is reported, and the index does not contain its document.
+
         Args:
-            anew: whether to compare all records even if none was created or removed.
+            anew: whether to compare the stamps of all records even if no record was created or
+                removed since the last update.
         """
         mark = self._folder.mark()  # taken before the records are read
         if not anew and mark and self.connection.execute(_MARK).fetchall() == [(mark,)]:
@@ -141,7 +151,7 @@ class Index:
             changed = {key for key, stamp in known.items() if stamps.get(key) != stamp}
             changed |= stamps.keys() - known.keys()
             self._follow(changed, stamps.get)
-            self._note(settled)
+            self._store_mark(settled)
 
     def follow(self, keys: Iterable[str]) -> None:
         """Update the index for the documents with these keys, which are all that have changed.
@@ -151,12 +161,13 @@ class Index:
         mark = self._folder.new_mark()
         with self._changing():
             self._follow(keys, self._folder.stamp_of)
-            self._note(mark)
+            self._store_mark(mark)
 
     def _follow(self, keys: Iterable[str], stamp_of: Callable[[str], str | None]) -> None:
         """Replace the rows of some documents by those of their current records.
 
-        A document without a record loses its rows, and a damaged record is reported, too.
+        A document without a record loses its rows. So does one whose record is damaged, which is
+        also reported. The caller must have begun a transaction.
         """
         for key in keys:
             self.connection.execute(_FORGET_WORDS, (key,))
@@ -179,7 +190,7 @@ class Index:
             row = (place.lastrowid, words, text)
             self.connection.execute(INSERT_PASSAGE, row)
 
-    def _note(self, mark: str | None) -> None:
+    def _store_mark(self, mark: str | None) -> None:
         """Store the mark of the folder whose records are all in the index; None stores none."""
         self.connection.execute("delete from mark")
         if mark is not None:
@@ -197,7 +208,7 @@ class Index:
             raise
 
     @contextlib.contextmanager
-    def unchanging(self) -> Iterator[None]:
+    def changes_prevented(self) -> Iterator[None]:
         """Prevent other connections from changing the index within this block.
 
         Otherwise another passage could get the same row id between two queries.
@@ -210,8 +221,11 @@ class Index:
 
     # Checking.
 
-    def holds_what_is_there(self) -> bool:
-        """Return whether the index agrees with all records that are unchanged since `update`."""
+    def agrees_with_records(self) -> bool:
+        """Return whether the index agrees with all records that are unchanged since `update`.
+
+        It does not agree if it contains passages without a document. Damaged records are skipped.
+        """
         stamps, known = self._folder.stamps(), dict(self.connection.execute(_KNOWN))
         for key in (key for key, stamp in known.items() if stamps.get(key) == stamp):
             record = self._folder.record(key)
@@ -246,7 +260,8 @@ _LONE = (
 def fault_of(folder: Folder) -> Fault | None:
     """Return the fault of the index file of a folder; None if it is missing or undamaged.
 
-    A file of another version counts as undamaged, because the next search replaces it.
+    The file is not changed. A file of another version counts as undamaged, because the next search
+    replaces it. So does a file that cannot be opened now, see `cannot_be_written`.
     """
     file = folder.index_file
     if not file.exists():
@@ -264,7 +279,7 @@ def fault_of(folder: Folder) -> Fault | None:
             words = _digest_of_words(copied)
             copied.execute("insert into passages(passages) values ('rebuild')")
             is_sound = result == "ok" and words == _digest_of_words(copied)
-            if not is_sound or not index.holds_what_is_there():
+            if not is_sound or not index.agrees_with_records():
                 reason = "its content has changed since it was written"
     except sqlite3.Error as error:
         reason = None if cannot_be_written(error) else str(error)
@@ -277,7 +292,8 @@ def fault_of(folder: Folder) -> Fault | None:
 def _digest_of_words(index: sqlite3.Connection) -> str:
     """Return a digest of all indexed words with their positions.
 
-    The integrity check of SQLite does not notice all words that were changed into others.
+    It is compared before and after the words are built again from the texts, because the integrity
+    check of SQLite does not notice all words that were changed into others.
     """
     index.execute("create virtual table temp.words using fts5vocab(main, passages, instance)")
     digest = hashlib.sha256()
@@ -288,9 +304,10 @@ def _digest_of_words(index: sqlite3.Connection) -> str:
 
 
 def cannot_be_written(error: sqlite3.Error) -> bool:
-    """Return whether an error has another cause than a damaged file.
+    """Return whether an error means that the index cannot be opened or written at the moment.
 
-    Such a cause is a missing permission, another process that is writing, or a full disk.
+    The causes are a missing permission, another process that is writing, or a full disk. Other
+    errors mean that the file is damaged or that SQLite has no full-text search.
     """
     kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return kind in (
@@ -326,7 +343,10 @@ def _version_of(index: sqlite3.Connection) -> int:
 
 
 def _make(index: sqlite3.Connection) -> None:
-    """Create the tables, and drop those of another version."""
+    """Create the tables, and drop those of another version.
+
+    Nothing is changed if another process has created them meanwhile.
+    """
     index.execute("begin immediate")
     try:
         if _version_of(index) != _VERSION:  # another one may have been faster
@@ -371,12 +391,19 @@ def folded(text: str) -> str:
 
 
 def as_indexed(text: str) -> str:
-    """Return `text` in the form in which the full-text index stores its words."""
+    """Return `text` in the form in which the full-text index stores its words.
+
+    It is `folded`, and every character of a script without spaces becomes a word of its own.
+    """
     return SINGLE.sub(_APART, folded(text))
 
 
 def _rows(record: Record) -> list[tuple[int, int, int, int, str, str]]:
-    """Return the span, the lines, the words and the text of every passage of a document."""
+    """Return a row for every passage of a document, in order.
+
+    A row has the first character of the passage and the first one after it, the first and the last
+    line, the words as the index stores them, and the text.
+    """
     rows = []
     for start, stop in record.chunks:
         text = record.text[start:stop]

@@ -121,7 +121,7 @@ def joined_ids(parts: Sequence[Part]) -> Tensor:
     """Return the tokens of all parts, one after the other, with only one prefix.
 
     Returns:
-        (1, N) int64, on the device of the first part.
+        (1, N) int64, on the device of the first part, with the prefix of the first part.
 
     Raises:
         InvalidArgumentError: there is no part.
@@ -138,7 +138,7 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
 
     Raises:
         CacheMismatchError: a part belongs to another model, or has another prefix than the first.
-        InvalidArgumentError: there is no part, or a part has kept tokens per query head.
+        InvalidArgumentError: there is no part, or a part stores other tokens for every query head.
         InvalidTypeError: an element of `parts` is not a `Part`.
         PromptTooLongError: together the parts have more tokens than the model has positions.
         UnsupportedModelError: some layers of the model do not have full attention.
@@ -195,7 +195,7 @@ def _require_some(parts: Sequence[Part]) -> None:
     """Raise unless `parts` contains at least one `Part` and nothing else.
 
     Raises:
-        InvalidArgumentError: it is empty.
+        InvalidArgumentError: `parts` is empty.
         InvalidTypeError: an element is not a `Part`.
     """
     if not parts:
@@ -239,24 +239,24 @@ class JoinedLayer:
 
     @property
     def slots(self) -> int:
-        """S, the number of tokens in the head that stores most of them."""
+        """S, the number of slots of each head: the tokens of the head that stores the most."""
         return int(self.places.shape[-1])
 
     @functools.cached_property
     def is_even(self) -> bool:
-        """Whether every head stores equally many tokens."""
+        """Whether all heads of the layer store the same number of tokens."""
         return bool((self.places >= 0).all())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every head stores all tokens."""
+        """Whether all heads of the layer store all N tokens."""
         return self.slots == self.tokens and self.is_even
 
     def slots_of(self, chosen: Tensor) -> Tensor:
         """Return the slot in which each head stores each of the chosen tokens.
 
         Args:
-            chosen: (n,) int64, tokens.
+            chosen: (n,) int64, positions of tokens in the joined text.
 
         Returns:
             (H, n) int64; -1 if a head does not store the token.
@@ -271,10 +271,11 @@ class JoinedLayer:
     def put(self, chosen: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Replace the keys and values of tokens in the heads that store them.
 
-        Changes the layer in place.
+        Changes `key_states` and `value_states` in place. A head that does not store a token stays
+        as it is.
 
         Args:
-            chosen: (n,) int64, tokens.
+            chosen: (n,) int64, positions of tokens in the joined text.
             keys: (1, H, n, D), their new keys.
             values: (1, H, n, Dv), their new values.
 
@@ -298,7 +299,10 @@ def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
     """Join the stored keys and values of all parts in every layer, with only one prefix.
 
     The keys are rotated to the positions that the tokens have in the joined text. The parts are not
-    changed.
+    changed; the caller must have checked them with `require_joinable`.
+
+    Returns:
+        One joined layer for each layer of the model, with tensors of its own.
 
     Raises:
         UnsupportedModelError: the keys of the model cannot be rotated to other positions.
@@ -333,11 +337,13 @@ def _moved(
     Args:
         layer: the layer of the part.
         rotation: rotates keys by a number of positions.
-        prefix_tokens: the number of tokens of the prefix to leave out.
-        step: the number of positions by which the part is moved.
+        prefix_tokens: the number of leading tokens to leave out; 0 for the first part.
+        step: the number of positions by which the part is moved; may be negative.
 
     Returns:
-        Keys, values and positions; the position is -1 in slots of the prefix that remain.
+        Keys (1, H, S, D), values (1, H, S, Dv) and positions (1, H, S). Slots of the prefix are
+        only cut off as far as all heads have them; in the others, and in empty slots, the position
+        is -1.
     """
     keys, values = layer.store.padded()
     places = layer.stored_positions()
@@ -352,9 +358,9 @@ def _moved(
 
 
 def _packed(keys: Tensor, values: Tensor, places: Tensor, tokens: int) -> JoinedLayer:
-    """Build a joined layer, with the empty slots of every head at its front.
+    """Build a joined layer, in which the empty slots of every head come before its tokens.
 
-    Empty slots that all heads have are removed.
+    As many slots remain as the head with the most tokens needs.
 
     Args:
         keys: (1, H, S, D).

@@ -43,7 +43,7 @@ ProgressSink = Callable[[str, int, int], None]
 """Called with the name of the next document, the number done, and the total."""
 
 NoticeSink = Callable[[str], None]
-"""Called with a line about a damaged file."""
+"""Called with a line of text about a damaged file, or about a policy that cannot evict tokens."""
 
 
 What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evicted"]
@@ -87,7 +87,7 @@ class Library:
     after the last complete document. Other processes may ask questions while one adds documents.
 
     Args:
-        folder: the folder of the library, which is created with the first document.
+        folder: the folder of the library, which `add` creates.
         on_notice: called with a line about every damaged file; by default it is a warning.
 
     Raises:
@@ -111,12 +111,16 @@ class Library:
 
     @property
     def about(self) -> About | None:
-        """The description of how documents are read; None before the first `add`."""
+        """The description of how documents are read; None before the first document is stored.
+
+        Raises:
+            LibraryError: the folder has become something else than a library, or cannot be read.
+        """
         return self._folder.about()
 
     @property
     def documents(self) -> list[Record]:
-        """All documents, sorted by name."""
+        """All documents, sorted by name; damaged records are left out and reported."""
         records, faults = self._folder.records()
         for fault in faults:
             self._on_notice(fault.as_notice())
@@ -152,6 +156,7 @@ class Library:
 
         Raises:
             LibraryError: another process is changing the library.
+            OutputError: the file system cannot lock files.
         """
         self._folder.require_unlocked()
 
@@ -168,14 +173,15 @@ class Library:
     ) -> list[Outcome]:
         """Read documents and store them, except those that the library already has unchanged.
 
-        If a document cannot be read, its outcome is "failed", and the others are still read.
+        If a document cannot be read or does not fit below the limit, its outcome is "failed", and
+        the others are still read. The first `add` creates the folder.
 
         Args:
             model: a decoder-only model of transformers.
             tokenizer: its tokenizer. If it has a chat template, documents are read after the first
                 tokens of the template.
-            documents: `Text` objects, or pairs of a name and a text; no two of them may have the
-                same name.
+            documents: `Text` objects, or pairs of a name and a text. Different texts must have
+                different sources, or different names if they have no source.
             policy: selects the tokens to keep, before any question is known. By default it is the
                 policy of the library, and a new library keeps all tokens. With `KVzip`, and `AdaKV`
                 around it, the model reads a document twice.
@@ -187,19 +193,21 @@ class Library:
 
         Returns:
             The outcome of every document, in order, followed by those of the documents that were
-            evicted because of a limit, see `limit`.
+            evicted because of a limit, see `limit`. A document that is repeated has one outcome.
 
         Raises:
             LibraryError: the model, the tokenizer, the policy or the bits are not those of this
-                library, or another process is adding documents to it.
-            InvalidArgumentError: a text is empty, or two texts have the same name.
+                library, another process is changing it, or this Python's SQLite has no full-text
+                search.
+            InvalidArgumentError: a text is empty, two different texts have the same name, or `bits`
+                is not a known name.
             InvalidTypeError: a document is neither a `Text` nor a pair of texts.
             UnsupportedModelError: the model cannot be compressed correctly.
             OutputError: a file cannot be written; the documents before it are stored.
         """
         texts = each_once(documents)
         with self._changing():
-            reader = self._begun(model, tokenizer, policy, bits, model_name)
+            reader = self._reader_to_add(model, tokenizer, policy, bits, model_name)
             is_new = self.about is None
             names = {} if is_new else self._passages.asked(lambda index: _names(index, texts))
             limit, outcomes = self._size_limit({text.key for text in texts}), []
@@ -222,7 +230,7 @@ class Library:
             evict: whether to evict documents now if the library is larger than the limit.
 
         Returns:
-            The documents that were evicted.
+            The documents that were evicted, the least recently used first.
 
         Raises:
             InvalidArgumentError: the library is larger than the limit and `evict` is False, or the
@@ -251,10 +259,11 @@ class Library:
         return going
 
     def remove(self, names: Iterable[str]) -> list[Record]:
-        """Remove documents from the library.
+        """Remove documents and their files from the library.
 
         Args:
-            names: names of documents, or paths of the files from which they were read.
+            names: names of documents, or paths of the files from which they were read. All
+                documents with such a name or path are removed.
 
         Returns:
             The records of the removed documents.
@@ -278,7 +287,13 @@ class Library:
             return self._folder.remove(dict.fromkeys(entry.key for entry in entries))
 
     def _size_limit(self, stay: set[str]) -> SizeLimit:
-        """Return the limit of the library, which must not evict the documents with keys `stay`."""
+        """Return the limit of the library, which must not evict the documents with keys `stay`.
+
+        If the library has no limit, nothing is ever evicted.
+
+        Raises:
+            LibraryError: this Python's SQLite has no full-text search.
+        """
         most_bytes = None if self.about is None else self.about.max_bytes
         if most_bytes is None:
             return SizeLimit(self._folder, (), math.inf)
@@ -286,7 +301,14 @@ class Library:
         return SizeLimit(self._folder, entries, most_bytes, stay)
 
     def below(self, place: str) -> list[DocumentEntry]:
-        """Return the documents that were read from the file `place`, or from files below it."""
+        """Return the documents that were read from the file `place`, or from files below it.
+
+        Sources are absolute paths, so `place` must be one, too. Empty if there is no library yet.
+
+        Raises:
+            LibraryError: the folder cannot be read, or this Python's SQLite has no full-text
+                search.
+        """
         if self._folder.about() is None:
             return []
         return self._passages.asked(lambda index: index.below(place))
@@ -310,7 +332,15 @@ class Library:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock of the library within this block, and update the index at its end."""
+        """Hold the lock of the library within this block, and then update the index.
+
+        The index is updated for the documents that the block has changed, even if the block raises.
+        The folder is created if necessary.
+
+        Raises:
+            LibraryError: another process holds the lock.
+            OutputError: the folder cannot be written.
+        """
         with self._folder.changing() as changed:
             try:
                 yield
@@ -319,7 +349,9 @@ class Library:
                     self._passages.follow(changed)
 
     def verify(self) -> list[Fault]:
-        """Read every byte of all files, and return the damaged ones.
+        """Read every byte of all files, and return the damaged records, cache files and index.
+
+        Nothing is changed. The list is empty if all files are undamaged.
 
         Raises:
             LibraryError: there is no library.
@@ -376,7 +408,7 @@ class Library:
         """Build the arguments of `model.generate` for a question about documents of this library.
 
         If the file of a document is damaged, the document is read again from its text, and the file
-        is replaced if the folder can be written.
+        is replaced if the folder can be written. The documents count as used now, see `limit`.
 
         Args:
             model: the model that has read the documents.
@@ -390,8 +422,8 @@ class Library:
             quantize: as for `CompressedCache`.
 
         Returns:
-            `input_ids` and `attention_mask`, (1, T) int64, and `past_key_values`, a cache that has
-            read everything except the question.
+            `input_ids` and `attention_mask`, (1, T) int64 on the device of the model, and
+            `past_key_values`, a cache that has read everything except the question.
 
         Raises:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
@@ -434,7 +466,8 @@ class Library:
     ) -> "Tensor":
         """Return the `input_ids` of `inputs` alone, for reading the documents in full.
 
-        The arguments are those of `inputs`.
+        The arguments are those of `inputs`. No cache is loaded, the documents do not count as used,
+        and the number of tokens is not compared with the positions of the model.
 
         Returns:
             (1, T) int64, on the device of the model.
@@ -442,6 +475,8 @@ class Library:
         Raises:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
                 a document was removed after the search.
+            InvalidArgumentError: the tokenizer turns ordinary words of the question into control
+                tokens.
         """
         import torch
 
@@ -455,20 +490,22 @@ class Library:
         return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
 
     def parts(self, model: "PreTrainedModel", tokenizer: Any, hits: Sequence[Hit]) -> "list[Part]":
-        """Load documents with their caches, for `blending.blend`.
+        """Load documents with their caches, for `blending.blend`, in the order of `hits`.
 
-        A document with a damaged file is read again, as `inputs` does.
+        A document with a damaged file is read again, and its file is replaced if the folder can be
+        written. The documents count as used now, see `limit`.
 
         Raises:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
                 a document was removed after the search.
+            InvalidArgumentError: a document is read again, and the policy cannot compress it.
             OutOfMemoryError: the device is full.
         """
         _require_some(hits)
         reader = self._reader(model, tokenizer)
-        return [self._part(reader, hit) for hit in hits]
+        return [self._load_part(reader, hit) for hit in hits]
 
-    def _begun(
+    def _reader_to_add(
         self,
         model: "PreTrainedModel",
         tokenizer: Any,
@@ -478,7 +515,8 @@ class Library:
     ) -> "Reader":
         """Create a reader for this library; if it is new, the arguments make its description.
 
-        Nothing is written yet.
+        Nothing is written yet. In an existing library, None for `policy` or `bits` agrees with what
+        it has.
 
         Raises:
             InvalidArgumentError: `bits` is not a known name.
@@ -528,9 +566,12 @@ class Library:
                 the document gets the name of its source file. Changed in place.
             limit: selects the documents to evict, which are removed.
 
+        Returns:
+            The outcome. It is "failed" if the document cannot be read, does not fit below the limit
+            or into the memory, or would replace a file that no library has written.
+
         Raises:
             OutputError: a file cannot be written.
-            LibraryError: a file that no library has written has the name of the record.
         """
         known = self._folder.record(text.key)
         what: What = "read"
@@ -544,7 +585,7 @@ class Library:
         taken = names.get(text.name, set()) - {text.key}
         named = replace(text, name=text.source if taken and text.source else text.name)
         try:
-            record = self._written(reader, named, reader.read(named), known, limit)
+            record = self._store(reader, named, reader.read(named), known, limit)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
         evicted = limit.admit(DocumentEntry(record.key, record.name, None, record.bytes))
@@ -554,7 +595,7 @@ class Library:
         names.setdefault(record.name, set()).add(text.key)
         return _outcome(what, record, time.perf_counter() - start)
 
-    def _written(
+    def _store(
         self,
         reader: "Reader",
         text: Text,
@@ -564,8 +605,18 @@ class Library:
     ) -> Record:
         """Write the cache and the record of a document, and begin the library if it is new.
 
+        The caller must hold the lock.
+
+        Args:
+            reader: writes the cache, and has the description for a new library.
+            text: the document.
+            part: the document after reading it.
+            before: the record that is replaced; None for a new document.
+            limit: raises if the document does not fit; None for no limit.
+
         Raises:
             InvalidArgumentError: the document does not fit below the limit.
+            LibraryError: a file that no library has written has the name of the record.
             OutputError: a file cannot be written.
         """
 
@@ -579,13 +630,16 @@ class Library:
         tokens = part.input_ids.shape[1] - part.prefix_tokens
         return self._folder.write(text, tokens, save, before)
 
-    def _part(self, reader: "Reader", hit: Hit) -> "Part":
+    def _load_part(self, reader: "Reader", hit: Hit) -> "Part":
         """Load a document with its cache, or read it again if its file is damaged.
 
-        If another process has replaced the document meanwhile, the new one is loaded.
+        If another process has replaced the document meanwhile, the new one is loaded. The document
+        counts as used now.
 
         Raises:
             LibraryError: the document was removed.
+            InvalidArgumentError: the document is read again, and the policy cannot compress it.
+            OutOfMemoryError: the device is full.
         """
         record = self._folder.record(hit.key)
         if record is not None:
@@ -600,12 +654,19 @@ class Library:
                     fault = Fault(name=record.name, path=path, reason=str(error))
             now = self._folder.record(hit.key)
             if now == record:
-                return self._mended(reader, record, fault)
+                return self._read_again(reader, record, fault)
             record = now
         raise _gone(hit)
 
-    def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
-        """Read a document with a damaged file again, and replace the file if that is possible."""
+    def _read_again(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
+        """Read a document with a damaged file again, and replace the file if that is possible.
+
+        The damage is reported, and so is the reason if the file cannot be replaced.
+
+        Raises:
+            InvalidArgumentError: the policy cannot compress the document.
+            OutOfMemoryError: the device is full.
+        """
         self._on_notice(
             f"library: {record.name!r} is read again, because its cache is damaged: {fault.reason}"
         )
@@ -613,7 +674,7 @@ class Library:
         try:
             with self._folder.changing():
                 if self._folder.record(record.key) == record:
-                    self._written(reader, record, part, record)
+                    self._store(reader, record, part, record)
         except (LibraryError, OutputError) as error:
             self._on_notice(
                 f"library: the damaged cache of {record.name!r} cannot be replaced: {error}"

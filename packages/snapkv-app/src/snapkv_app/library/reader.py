@@ -22,7 +22,14 @@ from snapkv_app.plan.advice import prompt_memory_explained
 
 
 class Reader:
-    """A model that reads documents in the way that a library's `About` describes."""
+    """A model that reads documents in the way that a library's `About` describes.
+
+    Args:
+        model: the model that reads documents.
+        tokenizer: its tokenizer.
+        about: the description. The caller must have checked that it describes this model and this
+            tokenizer, see `About.require_same`.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, about: About) -> None:
         self.about = about
@@ -44,7 +51,9 @@ class Reader:
         return CompressedCache(self._model, self._policy, protect=protect)
 
     def read(self, text: Text) -> Part:
-        """Read a document after the prefix into a new cache.
+        """Read a document after the prefix into a new cache, which keeps what the policy selects.
+
+        With `KVzip`, and `AdaKV` around it, the model reads the document twice.
 
         Raises:
             InvalidArgumentError: the policy cannot compress this document.
@@ -53,11 +62,11 @@ class Reader:
         """
         ids = self._ids(text)
         with prompt_memory_explained(self._model, ids.shape[1]):
-            cache = self._filled(ids)
+            cache = self._read_ids(ids)
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def save(self, part: Part, path: Path) -> None:
-        """Write the cache of a document to a file, in the bits of the library.
+        """Write the cache and the tokens of a document to a file, in the bits of the library.
 
         Raises:
             CacheFileError: the file cannot be written.
@@ -67,11 +76,12 @@ class Reader:
         saved.write(cache, cache.options, path, beside, codes, identity, sweep=False)
 
     def load(self, path: Path) -> Part:
-        """Load the cache of a document from its file.
+        """Load the cache of a document from its file to the device of the model.
 
         Raises:
             CacheFileError: the file is missing or damaged, or the tokens of the document contain
                 control tokens, as versions before 0.3.0 have written them.
+            CacheMismatchError: another model has written the file.
         """
         own = self._policy if self._policy.needs else None
         cache, beside = saved.read(
@@ -89,11 +99,15 @@ class Reader:
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def own_ids(self, text: Text) -> list[int]:
-        """Return the tokens of a document without the prefix."""
+        """Return the tokens of a document without the prefix; they begin with its name.
+
+        Raises:
+            InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
+        """
         return document_ids(self._tokenizer, text.name, text.text)
 
     def _ids(self, text: Text) -> Tensor:
-        """Return the tokens of the prefix and the document, (1, T) int64.
+        """Return the tokens of the prefix and the document, (1, T) int64, on the model's device.
 
         Raises:
             PromptTooLongError: the model has too few positions for them.
@@ -111,15 +125,23 @@ class Reader:
             )
         return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))
 
-    def _filled(self, ids: Tensor) -> CompressedCache:
-        """Read tokens into a new cache, which keeps the complete prefix if the budget allows it."""
+    def _read_ids(self, ids: Tensor) -> CompressedCache:
+        """Read tokens into a new cache, which keeps the complete prefix if the budget allows it.
+
+        Otherwise the policy may evict tokens of the prefix, too.
+
+        Raises:
+            InvalidArgumentError: the policy cannot compress this document.
+            UnsupportedModelError: the model's cache cannot be compressed.
+        """
         if self.about.prefix_ids and not isinstance(self._policy, FullCache):
             try:
-                return self._fill(self.empty_cache(protect_prefix=True), ids)
+                return self._read_into(self.empty_cache(protect_prefix=True), ids)
             except InvalidArgumentError:
                 pass  # the prefix does not fit the budget; other errors are raised again below
-        return self._fill(self.empty_cache(), ids)
+        return self._read_into(self.empty_cache(), ids)
 
-    def _fill(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:
+    def _read_into(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:
+        """Read tokens into `cache`, which is changed in place and returned."""
         read_as_wanted(self._model, self._tokenizer, ids, cache)
         return cache

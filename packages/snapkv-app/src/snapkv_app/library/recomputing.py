@@ -48,7 +48,7 @@ States = tuple[Tensor, Tensor]
 
 
 def require_recomputable(model: PreTrainedModel) -> str:
-    """Return the name of the model's attention implementation, if it accepts all masks.
+    """Check that the model's attention implementation accepts any mask, and return its name.
 
     Raises:
         UnsupportedModelError: the implementation is neither sdpa nor eager.
@@ -75,13 +75,13 @@ def recompute(
 
     Args:
         model: the model that has read the documents.
-        input_ids: (1, N) int64, the tokens of all documents.
+        input_ids: (1, N) int64, the tokens of all documents, on the device of the model.
         layers: the joined keys and values of every layer.
-        counts: the number of tokens that each layer from the second on reads; it may fall from
-            layer to layer, but must not rise.
+        counts: the number of tokens that each layer from the second on reads. They may fall from
+            layer to layer, but must not rise. At the first 0 the forward pass ends.
 
     Returns:
-        The layers.
+        A list with the layers of `layers` themselves.
 
     Raises:
         UnsupportedModelError: the model's attention or its decoder layers are not supported.
@@ -107,7 +107,11 @@ class _SecondReading(Cache):
 
     Attributes:
         joined: the layers.
-        chosen: the tokens that reach the current layer; None before the second layer.
+        chosen: (n,) int64, the positions of the tokens that reach the current layer, ascending;
+            None before the second layer.
+
+    Raises:
+        UnsupportedModelError: the model's attention implementation does not accept the masks.
     """
 
     def __init__(
@@ -130,21 +134,28 @@ class _SecondReading(Cache):
     ) -> States:
         """Store new keys and values of a layer, and return those to which its queries attend.
 
+        Args:
+            key_states: (1, H, m, D), those of the tokens that the layer is reading now.
+            value_states: (1, H, m, Dv), likewise.
+            layer_idx: the index of the layer.
+            args: ignored.
+            kwargs: ignored.
+
         Raises:
             ReadEnough: the layer needs no attention, because the rest of the pass would change
                 nothing.
         """
         states = key_states, value_states
         if layer_idx == 0:
-            self._hold(layer_idx, self._every_token(0), states)
+            self._replace_stored(layer_idx, self._every_token(0), states)
             return states
         if layer_idx == 1:
             return self._read_second(states)
-        self._changes.append(self._hold(layer_idx, self._reading, states))
+        self._changes.append(self._replace_stored(layer_idx, self._reading, states))
         return self._seen(layer_idx, states)
 
-    def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
-        """Replace the stored keys and values of `tokens` in a layer.
+    def _replace_stored(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
+        """Replace the stored keys and values of `tokens` in a layer, in the heads that store them.
 
         Returns:
             (n,) float32, how much each token has changed, see `JoinedLayer.put`.
@@ -167,15 +178,17 @@ class _SecondReading(Cache):
         """
         if self._second is None:
             self._second, self.chosen = states, self._every_token(1)
-            self._changes = [self._hold(1, self.chosen, states)]
+            self._changes = [self._replace_stored(1, self.chosen, states)]
             raise ReadEnough
         keys, values = self._second
         return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
 
     def _seen(self, layer_idx: int, states: States) -> States:
-        """Return the stored keys and values of a layer, and after them those of missing tokens.
+        """Return the stored keys and values of a layer, and after them new ones of missing tokens.
 
-        A token is missing if some head does not store it.
+        If some head does not store some chosen token, the new states of all tokens that the layer
+        has read so far are appended; the mask hides them from the heads that store the token. The
+        new states are remembered until the next layer.
         """
         held, end = self.joined[layer_idx], self._end(layer_idx)
         keys, values = held.key_states[:, :, :end], held.value_states[:, :, :end]
@@ -189,7 +202,8 @@ class _SecondReading(Cache):
         """Return which of the chosen tokens each head does not store.
 
         Returns:
-            (H, m) bool; None if all heads store all of them.
+            (H, m) bool, for the chosen tokens up to the end of the current piece; None if all heads
+            store all chosen tokens.
         """
         assert self.chosen is not None
         if held.is_whole:
@@ -198,7 +212,10 @@ class _SecondReading(Cache):
         return missing[:, : self._stop] if bool(missing.any()) else None
 
     def _end(self, layer_idx: int) -> int:
-        """Return the number of leading slots of a layer to which the current tokens may attend."""
+        """Return how many leading slots contain all tokens up to the last one of this piece.
+
+        It is the largest number over the heads of the layer.
+        """
         last = int(self._reading[-1])
         held = self.joined[layer_idx]
         if layer_idx == 1 or held.is_whole:
@@ -228,6 +245,9 @@ class _SecondReading(Cache):
     ) -> Any:
         """Run a layer, from the second one on, for the tokens that reach it.
 
+        The second layer is run twice: first to measure how much every token changes, then for the
+        tokens that have changed most.
+
         Args:
             layer_idx: the index of the layer.
             forward: the `forward` of the layer.
@@ -250,15 +270,19 @@ class _SecondReading(Cache):
         if self.chosen is None or len(self.joined) == 2:
             raise ReadEnough
         self.chosen = self.chosen.to(self.joined[layer_idx].places.device)
-        hidden_states = self._narrowed(hidden_states, self._counts[layer_idx - 1])
+        hidden_states = self._reduce_chosen(hidden_states, self._counts[layer_idx - 1])
         kwargs.pop("attention_mask", None)
         return self._read_pieces(layer_idx, forward, hidden_states, kwargs)
 
-    def _narrowed(self, hidden_states: Tensor, count: int) -> Tensor:
-        """Choose the `count` tokens that have changed most in the previous layer.
+    def _reduce_chosen(self, hidden_states: Tensor, count: int) -> Tensor:
+        """Reduce `chosen` to the `count` tokens that have changed most in the previous layer.
+
+        Args:
+            hidden_states: (1, n, hidden size), those of the chosen tokens.
+            count: the number of tokens to keep; `chosen` stays as it is if it has no more.
 
         Returns:
-            Their hidden states.
+            The hidden states of the tokens that are left, (1, min(n, count), hidden size).
 
         Raises:
             ReadEnough: `count` is 0.
@@ -282,6 +306,16 @@ class _SecondReading(Cache):
     ) -> Any:
         """Run a layer on the chosen tokens in pieces of equal size, so that its masks stay small.
 
+        Args:
+            layer_idx: the index of the layer.
+            forward: the `forward` of the layer.
+            hidden_states: (1, n, hidden size), those of the chosen tokens.
+            others: further arguments, which have a value for each of all N tokens.
+
+        Returns:
+            The output of `forward` for the chosen tokens: hidden states, or a tuple that contains
+            nothing else, as `forward` returns them.
+
         Raises:
             ReadEnough: it was the last layer, which only stores keys and values.
         """
@@ -294,7 +328,7 @@ class _SecondReading(Cache):
             self._stop = min(self._start + size, count)
             part = hidden_states[:, self._start : self._stop]
             reached = {name: at_places(each, self._reading[None]) for name, each in others.items()}
-            mask = self._as_taken(self._visible(layer_idx), part.dtype)
+            mask = self._accepted_mask(self._visible(layer_idx), part.dtype)
             with suppress(ReadEnough):
                 outputs.append(forward(part, attention_mask=mask, **reached))
         if not outputs:
@@ -307,7 +341,8 @@ class _SecondReading(Cache):
         """Return the mask of the current tokens, which see the tokens up to their own position.
 
         Returns:
-            (1, 1 or Hq, m, S) bool, True for visible keys.
+            (1, 1 or Hq, m, S) bool, True for visible keys, in the order in which `update` returns
+            them.
         """
         held, end = self.joined[layer_idx], self._end(layer_idx)
         if layer_idx == 1 or held.is_whole:
@@ -320,8 +355,12 @@ class _SecondReading(Cache):
             visible = torch.cat([visible, (missing[:, None] & before)[None]], dim=-1)
         return visible.repeat_interleave(self._query_heads // visible.shape[1], dim=1)
 
-    def _as_taken(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a mask in the form that the attention implementation accepts."""
+    def _accepted_mask(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a mask in the form that the attention implementation accepts.
+
+        For eager attention, it has the dtype of the hidden states, with 0 for visible keys and the
+        lowest number for the others. For sdpa, it is `visible` itself.
+        """
         if self._implementation != "eager":
             return visible
         lowest = torch.finfo(dtype).min
@@ -339,6 +378,9 @@ def falling(share: float, tokens: int, layers: int) -> list[int]:
         share: the fraction of the tokens that the second layer recomputes.
         tokens: the number of tokens.
         layers: the number of layers of the model.
+
+    Returns:
+        `layers` - 1 numbers, which are rounded down.
     """
     steps = max(layers - 2, 1)
     last = _LAST ** min(1.0, 2 * (1 - share))
@@ -346,7 +388,7 @@ def falling(share: float, tokens: int, layers: int) -> list[int]:
 
 
 def most_changed(deviation: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest deviations; of equal ones, the first are taken.
+    """Return the indices of the `count` largest deviations; among equal ones the first win.
 
     Args:
         deviation: (N,) numbers.

@@ -79,7 +79,10 @@ class Text:
 
     @property
     def key(self) -> str:
-        """A digest of the source or the name, which begins the names of the document's files."""
+        """The 24 hexadecimal digits with which the names of the document's files begin.
+
+        They are a digest of the source, or of the name if there is no source.
+        """
         identity = f"text\0{self.name}" if self.source is None else f"file\0{self.source}"
         return digest_of(identity)[:_KEY_DIGITS]
 
@@ -113,7 +116,9 @@ class Record(Text):
         Records of version 0.3.0 have no stamp.
 
         Raises:
-            LibraryError: the content was changed, or is not that of a record.
+            LibraryError: the content was changed, or is not that of a record. The message is a
+                reason, which the caller completes with the name of the file.
+            InvalidArgumentError: the name or the text in the record is empty.
         """
         body = {"stamp": ""} | from_record(content)
         kinds = get_type_hints(cls) | {"chunks": list}
@@ -128,16 +133,17 @@ class Record(Text):
 
 
 SETTLED_NS = 2_000_000_000
-"""The coarsest clock of any file system, in nanoseconds: later changes have another time."""
+"""The resolution of the coarsest clock of any file system, in nanoseconds.
+
+If a file is changed that long after its last change, its time changes, too."""
 
 
 def file_stamp(status: os.stat_result) -> str:
-    """Return the size and the times of a regular file, which change when its content changes.
-
-    The time of the last status change is one of them, because programs can reset the other time.
+    """Return a text that changes when the content of a regular file changes.
 
     Returns:
-        A text with the three numbers; empty for anything but a regular file.
+        The size, the time of the last modification, and the time of the last status change, because
+        programs can reset the modification time. Empty for anything but a regular file.
     """
     if not stat.S_ISREG(status.st_mode):
         return ""
@@ -149,7 +155,7 @@ def settled_stamp(status: os.stat_result) -> str:
 
     Returns:
         The stamp; empty if the file was changed so recently that another change could get the same
-        times.
+        times, and for anything but a regular file.
     """
     is_old = max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - SETTLED_NS
     return file_stamp(status) if is_old else ""
@@ -162,13 +168,13 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
         documents: `Text` objects, or pairs of a name and a text.
 
     Returns:
-        The texts in order. Line breaks and other unprintable characters of their names become
-        spaces.
+        Copies of the texts in order. Line breaks and other unprintable characters of their names
+        are replaced by spaces. A document that is repeated with the same text is returned one time.
 
     Raises:
-        InvalidArgumentError: two different texts have the same source or the same name, or a text
-            is empty.
-        InvalidTypeError: a document is neither a `Text` nor a pair.
+        InvalidArgumentError: two different texts have the same source, or have no source and the
+            same name. Or a name or a text is empty or is not valid Unicode.
+        InvalidTypeError: a document is neither a `Text` nor a pair of strings.
     """
     found: dict[str, Text] = {}
     for each in documents:
@@ -185,10 +191,10 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
 
 
 def _of_pair(pair: Any) -> Text:
-    """Build a text from a pair of a name and a text.
+    """Build a text without a source from a pair of a name and a text.
 
     Raises:
-        InvalidTypeError: it is not a pair, or not one of texts.
+        InvalidTypeError: it is neither a tuple nor a list of two elements, or they are not strings.
         InvalidArgumentError: the name or the text is empty or is not valid Unicode.
     """
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -202,11 +208,13 @@ def _of_pair(pair: Any) -> Text:
 
 
 def passages(text: str) -> list[Span]:
-    """Split a text into passages of 200 words, which overlap by 50 words.
+    """Split a text into passages of 200 words; neighbouring passages share 50 of them.
+
+    Every character of a script without spaces between words counts as a word.
 
     Returns:
-        The span of every passage in characters. The last passage may be shorter. A text without
-        words has no passages.
+        The spans of the passages in characters, in order. The last passage may be shorter. Empty
+        for a text without words.
     """
     words = [found.span() for found in _WORD.finditer(text)]
     spans = []

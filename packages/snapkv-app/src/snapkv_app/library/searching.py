@@ -52,7 +52,8 @@ class Hit:
 class Passages:
     """The full-text index of a library, in a file of its folder.
 
-    If that file cannot be written or is damaged, an index in memory is used instead.
+    If that file cannot be written or is damaged, an index in memory is used from then on. Several
+    threads may search at the same time.
 
     Args:
         folder: the folder of the library.
@@ -80,7 +81,7 @@ class Passages:
 
         def search(index: Index) -> list[Hit]:
             hits = _best(index, question, documents)
-            if all(index.is_of_now(hit.key) for hit in hits):
+            if all(index.is_current(hit.key) for hit in hits):
                 return hits
             index.update(anew=True)  # a record was overwritten, or changed during the search
             return _best(index, question, documents)
@@ -90,10 +91,12 @@ class Passages:
     def asked(self, ask: Callable[[Index], Found]) -> Found:
         """Update the index, and return the result of calling `ask` with it.
 
-        If the index file fails, `ask` is called again with an index in memory.
+        If the index file fails, `ask` is called again with an index in memory. Both indexes are
+        only valid during the call.
 
         Raises:
-            LibraryError: this Python's SQLite has no full-text search.
+            LibraryError: this Python's SQLite has no full-text search. Errors of `ask` are raised
+                unchanged, except those of SQLite.
         """
         file = self._folder.index_file
         if self._memory is None:
@@ -113,9 +116,10 @@ class Passages:
             return ask(self._memory)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Update the index for the documents with these keys.
+        """Update the index file for the documents with these keys, which are all that have changed.
 
-        If that fails, the next search updates it.
+        The caller must hold the lock of the folder. If updating fails, or an index in memory is
+        used, the next search updates the index.
         """
         with contextlib.suppress(sqlite3.Error):
             if self._memory is not None:
@@ -132,7 +136,8 @@ _HIT = (
 
 
 def _best(index: Index, question: str, documents: int) -> list[Hit]:
-    with index.unchanging():
+    """Return the hits of `Passages.best` in `index`, which is not updated before."""
+    with index.changes_prevented():
         hits: dict[str, Hit] = {}
         for place, score in _ranked(index.connection, question, index.place_of):
             if len(hits) == documents:
@@ -147,7 +152,8 @@ def ranked(passages: Sequence[str], question: str) -> list[int]:
     """Sort passages by how well they match a question, measured by BM25.
 
     Returns:
-        The indices of the passages that contain a word of the question, the best first.
+        The indices of the passages that contain a word of the question, the best first and equally
+        good ones in order; empty if no passage contains one.
 
     Raises:
         LibraryError: this Python's SQLite has no full-text search.
@@ -205,7 +211,11 @@ _RUN = re.compile(f"[{WITHOUT_SPACES}]+|[^\\s{WITHOUT_SPACES}]+")
 
 
 def _words_of(run: str) -> Iterator[str]:
-    """Yield a run of letters, or its pairs of neighbours if its script has no spaces."""
+    """Yield the words of a run of letters: the run itself, or pairs of neighbouring characters.
+
+    Pairs are for scripts that put no spaces between words. A single character of such a script is
+    yielded alone.
+    """
     if not SINGLE.match(run):
         yield run
         return

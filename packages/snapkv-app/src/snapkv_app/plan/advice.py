@@ -36,7 +36,7 @@ _SHARE = 0.8
 
 
 def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
-    """Estimate the bytes of a prefill with a compressed cache, without the weights.
+    """Estimate the peak of the bytes while a compressed cache reads one prompt, without weights.
 
     They consist of the keys and values of one full-attention layer, the sliding windows, the hidden
     states (residual, norm, input and output of attention), the three products of the MLP, and the
@@ -80,6 +80,8 @@ def prompt_memory_explained(
         model: the model that reads it.
         prompt_tokens: the number of tokens of the prompt.
 
+    The free memory is measured at this call, before the block.
+
     Raises:
         OutOfMemoryError: the memory was full within the block; `prompt_advice` writes the message.
     """
@@ -90,6 +92,8 @@ def prompt_memory_explained(
 
 def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
     """Write the error message for a prompt that does not fit into the memory.
+
+    If the sizes of the model's family are unknown, the message contains no estimates.
 
     Args:
         model: the model.
@@ -131,10 +135,11 @@ def _would_fit(
 ) -> str:
     """Return a clause about the number of tokens that would fit.
 
-    Empty if that number is unknown, or contradicts the error.
+    Empty if the free memory is unknown, or if the number is 0, is at least `tokens`, which would
+    contradict the error, or is larger than `most`.
 
     Args:
-        takes: returns the bytes for a number of tokens.
+        takes: returns the bytes for a number of tokens; must not fall with it.
         tokens: the number of tokens that do not fit.
         available_bytes: the memory that was free; None if it is unknown.
         most: the number of positions of the model; None for no limit.
@@ -183,7 +188,12 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
 def _what_fits(outline: Any, needed: int, total: int) -> str:
     """Write a sentence that suggests bfloat16, or the largest published model that would fit.
 
-    Empty if nothing would fit.
+    Empty if nothing would fit. What is suggested takes at most 80 % of the memory.
+
+    Args:
+        outline: the model on the meta device.
+        needed: the bytes of its weights.
+        total: the bytes of the memory.
     """
     most = int(total * _SHARE)
     if needed * _WIDTH <= most * outline.dtype.itemsize:
@@ -209,9 +219,10 @@ def footprint_of_loaded(model: Any) -> Footprint:
 def token_costs(
     model: PreTrainedModel, policy: Policy, quantize: Quantize | None
 ) -> list[TokenCost]:
-    """Return the bytes of a token in every layer that `policy` compresses.
+    """Return the bytes of a stored token in every layer that `policy` compresses.
 
-    Empty if the sizes of the model are unknown.
+    They are of all heads together, and in the quantized form if `quantize` is not None. Empty if
+    the sizes of the model are unknown.
     """
     try:
         footprint = footprint_of_loaded(model)
@@ -235,7 +246,8 @@ def stored_bytes(model: Any) -> dict[str, int]:
     """Return the bytes that the checkpoint stores for every parameter, by its name.
 
     mxfp4 quantizes the projections of experts, as in gpt-oss. fp8 also quantizes all linear layers
-    except the output projection, as in DeepSeek-V3.
+    except the output projection, as in DeepSeek-V3. With any other quantization, or none, the
+    bytes are those in the dtype of the model.
     """
     found = _packing(model.config)
     method, block = found.get("quant_method"), found.get("weight_block_size")
@@ -266,7 +278,13 @@ def _packing(config: Any) -> dict[str, Any]:
 
 
 def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
-    """Return the number of scales of a weight: one per block, or one per matrix without blocks."""
+    """Return the number of scales of a weight: one per block, or one per matrix without blocks.
+
+    Args:
+        shape: the shape of the weight. The last two axes are a matrix, and the others count
+            matrices.
+        block: the rows and columns of a block. Blocks at the edges of a matrix may be smaller.
+    """
     *matrices, rows, columns = shape
     height, width = block or (rows, columns)
     return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)

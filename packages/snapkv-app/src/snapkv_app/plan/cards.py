@@ -38,7 +38,7 @@ def card_bytes(name: str) -> int | None:
 
     Raises:
         InvalidArgumentError: the card is sold with several sizes of memory, and `name` contains
-            none of them.
+            none of them, or a size in which the card is not sold.
     """
     known = {_plain(card): card for card in sorted(CARDS, key=len, reverse=True)}  # L40S before L4
     found = re.fullmatch(rf"({'|'.join(known)})(?:(\d+)g(?:i?b)?)?", _plain(name))

@@ -116,11 +116,11 @@ class Costs:
         return [token_cost(layer, bits) for layer in model.full_layers]
 
     def kept(self, prompt_tokens: int, *, at_least: bool = True) -> list[int]:
-        """Return how many tokens of a prompt each compressed layer keeps.
+        """Return how many tokens of a prompt each layer that can be compressed keeps per head.
 
         Args:
             prompt_tokens: the number of tokens of the prompt.
-            at_least: whether a layer keeps its window even if that exceeds the budget.
+            at_least: whether a layer keeps its window even if that exceeds a budget in bytes.
 
         Raises:
             BudgetTooSmallError: the budget is too small for the window, and `at_least` is False.
@@ -146,7 +146,9 @@ class Costs:
         return found
 
     def cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
-        """Return the bytes of one cache after a prompt and `new_tokens` generated tokens.
+        """Return the bytes of all tokens in the cache of one request.
+
+        The append buffers are counted without room for further tokens.
 
         Args:
             tokens: the number of tokens of the prompt.
@@ -161,10 +163,11 @@ class Costs:
         return held + model.other_bytes(seen)
 
     def answering(self, tokens: int, compressed: bool) -> int:
-        """Return the bytes of one cache at the end of an answer, with its append buffers.
+        """Return the bytes of a cache of one row after `request.new_tokens` generated tokens.
 
-        In sliding layers they include the token that has just left the window. If keys and values
-        are quantized, the result is an upper limit.
+        They include the spare room of the append buffers of a compressed cache. In sliding layers
+        they include the token that has just left the window. If keys and values are quantized, the
+        result is an upper limit.
         """
         model, new = self.footprint, self.request.new_tokens
         held = model.other_bytes(tokens + new, behind=1)
@@ -177,12 +180,13 @@ class Costs:
         return held
 
     def prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the peak of the bytes while one prompt is read, without the weights.
+        """Return the largest number of bytes that one row takes while its prompt is read.
 
-        A compressed cache stores all keys and values of only one layer at a time. In the cache of
-        transformers, sliding layers store all tokens of a pass until the next pass. If the prompt
-        is read in pieces, the cache of transformers copies a layer to append to it, while the
-        compressed cache stores all hidden states and reads sliding layers in one pass.
+        They are those of its cache and of the activations, without the weights. A compressed cache
+        stores all keys and values of only one layer at a time. In the cache of transformers,
+        sliding layers store all tokens of a pass until the next pass. If the prompt is read in
+        pieces, the cache of transformers copies a layer to append to it, while the compressed cache
+        stores all hidden states and reads sliding layers in one pass.
         """
         model = self.footprint
         piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens
@@ -199,25 +203,47 @@ class Costs:
         return cache + layer + hidden + activations
 
     def total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the peak of the bytes of a batch of requests, including the weights."""
+        """Return the bytes of the weights, and of a batch at its peak, reading or answering.
+
+        Args:
+            tokens: the number of tokens of each prompt.
+            batch: the number of rows, which are read and answered together.
+            compressed: whether the cache is compressed.
+            in_pieces: whether the prompts are read in pieces.
+        """
         reading = self.prefill_peak(tokens, compressed, in_pieces=in_pieces)
         answering = self.answering(tokens, compressed)
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def least_total(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Return the smaller `total`: of a prompt read in one pass, or read in pieces."""
+        """Return the smaller one of the two `total` of reading in one pass and in pieces."""
         ways = (False, True)
         return min(self.total(tokens, batch, compressed, in_pieces=way) for way in ways)
 
     def step(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Return the bytes that the last decode step of a batch reads."""
+        """Return the bytes of weights and caches that the last decode step of a batch reads.
+
+        Args:
+            tokens: the number of tokens of each prompt; `request.new_tokens` come after them.
+            batch: the number of rows.
+            compressed: whether the cache is compressed.
+        """
         model, new = self.footprint, self.request.new_tokens
         return model.read_bytes(batch) + batch * self.cache(tokens, new, compressed)
 
     def longest(self, free_bytes: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the length of the longest prompt that fits into `free_bytes` and the positions.
+        """Return the number of tokens of the longest prompts that fit into the memory.
 
-        The result is 0 if no prompt fits.
+        The batch and the length of the answers are those of the request. If the model's number of
+        positions is known, prompt and answer together do not exceed it.
+
+        Args:
+            free_bytes: the bytes for weights, caches and activations.
+            compressed: whether the cache is compressed.
+            in_pieces: whether the prompts are read in pieces.
+
+        Returns:
+            The number of tokens; 0 if no prompt fits.
         """
         positions, batch = self.footprint.max_positions, self.request.batch
         most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
@@ -246,9 +272,10 @@ class Costs:
 
 
 def token_cost(layer: FullLayer, bits: KVCodes | None) -> TokenCost:
-    """Return the bytes of a token in a layer, in quantized and in unquantized form.
+    """Return the bytes of a token in a layer, for all heads, in unquantized and quantized form.
 
-    The scales of the codes are assumed to have 16 bits.
+    Quantized tokens are counted in blocks of `bits.group_size` tokens. The scales of the codes are
+    assumed to have 16 bits.
 
     Args:
         layer: the layer.

@@ -137,7 +137,10 @@ class Footprint:
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Return the bytes of the layers that are never compressed, see `sliding_bytes`."""
+        """Return the bytes of sliding windows and fixed states, which are never compressed.
+
+        The arguments are those of `sliding_bytes`.
+        """
         return self.sliding_bytes(seen_tokens, behind) + self.state_bytes
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
@@ -155,7 +158,8 @@ class Footprint:
     def read_bytes(self, batch: int) -> int:
         """Return the bytes of the weights that a decode step of a batch is expected to read.
 
-        Of the experts, it only reads those that a token of the batch uses.
+        Of the experts, it only reads those that some token of the batch uses, if every token uses
+        random ones. The embedding is not counted, unless it is also the output projection.
         """
         read = self.weights_bytes - self.embedding_bytes
         if not self.experts:
@@ -164,7 +168,7 @@ class Footprint:
         return read - int(self.expert_bytes * unvisited)
 
     def prompt_flops(self, tokens: int) -> int:
-        """Return the number of operations of a prefill with causal attention."""
+        """Return the number of floating-point operations of reading a prompt of `tokens` tokens."""
         return self.token_flops * tokens + self.pair_flops * tokens**2 // 2  # half of all pairs
 
 
@@ -179,12 +183,13 @@ def footprint_of(
 
     Args:
         config: the settings; those of the language model may be in its `text_config`.
-        dtype: the dtype in which weights and caches are counted. None for the dtype in `config`,
-            with quantized weights as they are stored.
+        dtype: the dtype in which weights and caches are counted, a key of `ITEM_BYTES`, even if the
+            weights are quantized. None for the dtype in `config`, with quantized weights as they
+            are stored.
         parameters: the number of parameters of the checkpoint. By default it is computed without
             norms and biases, which are less than 0.2 % of a model of published size.
-        weights_bytes: the bytes of the weights in the checkpoint; by default they are computed from
-            the settings.
+        weights_bytes: the bytes of the weights in the checkpoint; ignored if `dtype` is passed. By
+            default they are computed from the settings.
 
     Raises:
         MissingSettingError: `config` has no value for a setting that this family needs.
@@ -246,7 +251,7 @@ def is_counted(quantization: str | None) -> bool:
 
 
 class _Text(dict[str, Any]):
-    """The settings of a language model by name, which name a missing one in an error."""
+    """The settings of a language model by name; looking up a missing one raises an error."""
 
     def __missing__(self, name: str) -> Any:
         """Raise the error for a setting that is missing.
@@ -264,7 +269,7 @@ class _Text(dict[str, Any]):
 
 
 def _language_model(config: Mapping[str, Any]) -> _Text:
-    """Return the settings of the language model in a `config.json`.
+    """Return the settings of the language model in a `config.json`, in `text_config` if it has one.
 
     Raises:
         UnsupportedModelError: its family is not in `FAMILIES`.
@@ -302,7 +307,10 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
 def _kinds(text: _Text) -> list[str]:
     """Return the kind of attention of every layer, each one of `_KINDS`.
 
+    Chunked attention counts as sliding attention.
+
     Raises:
+        MissingSettingError: a setting that tells the kinds is missing.
         UnsupportedModelError: a layer has attention of another kind.
     """
     listed = text.get("layer_types") or [
@@ -321,7 +329,11 @@ def _kinds(text: _Text) -> list[str]:
 
 
 def _kind(text: _Text, layer: int) -> str:
-    """Return the kind of attention of one layer, for a model whose settings do not list them."""
+    """Return the kind of attention of one layer, for a model whose settings do not list them.
+
+    Raises:
+        MissingSettingError: a setting that tells the kind is missing.
+    """
     family = text["model_type"]
     if family in _PERIODS:
         setting, period = _PERIODS[family]
@@ -355,6 +367,14 @@ class _Attention:
 
 
 def _attention(text: _Text) -> _Attention:
+    """Compute the sizes of a layer with full or sliding attention from the settings.
+
+    Latent attention counts as one head, whose key is the latent and whose value is the rotated part
+    of the key.
+
+    Raises:
+        MissingSettingError: a setting is missing.
+    """
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     if rank := text.get("kv_lora_rank"):  # one latent of all heads is stored
         nope, rope, value = (text[f"{n}_head_dim"] for n in ("qk_nope", "qk_rope", "v"))
@@ -393,7 +413,10 @@ def _linear(text: _Text, size: int) -> tuple[int, int]:
         size: the bytes of one number in the dtype of the model.
 
     Returns:
-        The bytes of both states, and how many numbers its matrices have.
+        The bytes of both states, and how many numbers the matrices of the layer have.
+
+    Raises:
+        MissingSettingError: a setting is missing.
     """
     hidden = text["hidden_size"]
     if text["model_type"] == "kimi_linear":  # the two gates are of low rank
@@ -411,7 +434,7 @@ def _linear(text: _Text, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _MLP:
-    """The sizes of the MLPs of all layers of a model.
+    """The sizes of the MLPs of a model.
 
     Attributes:
         experts: the number of experts per layer; 0 without experts.
@@ -429,6 +452,11 @@ class _MLP:
 
 
 def _mlp(text: _Text) -> _MLP:
+    """Compute the sizes of the MLPs from the settings; shared experts do not count as experts.
+
+    Raises:
+        MissingSettingError: a setting is missing.
+    """
     hidden, layers, family = text["hidden_size"], text["num_hidden_layers"], text["model_type"]
     inner = 0 if family == "qwen3_5_moe_text" else text["intermediate_size"]
     names = ("num_local_experts", "num_experts", "n_routed_experts")

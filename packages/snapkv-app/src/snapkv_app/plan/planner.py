@@ -90,6 +90,8 @@ class Plan:
 def plan(model: str, footprint: Footprint, request: Request) -> Plan:
     """Compute what a request needs with a full and a compressed cache, and what fits.
 
+    Everything is an estimate; nothing is loaded or run.
+
     Args:
         model: the name of the model in the plan.
         footprint: the sizes of the model, see `snapkv_app.footprints.find_footprint`.
@@ -120,16 +122,24 @@ def plan(model: str, footprint: Footprint, request: Request) -> Plan:
 
 
 def gpu_step_ms(costs: Costs, batch: int, *, compressed: bool) -> float:
-    """Estimate the milliseconds of the last decode step of a batch on a GPU, as one CUDA graph."""
+    """Estimate the milliseconds of the last decode step of a batch on a GPU, as one CUDA graph.
+
+    The bandwidth is that of the request, or `GPU_BANDWIDTH_BYTES`; the batch of the request is not
+    used.
+    """
     read = costs.step(costs.request.context_tokens, batch, compressed)
     bandwidth = costs.request.bandwidth_bytes or GPU_BANDWIDTH_BYTES
     return LAYER_MS * costs.footprint.layers + 1000 * read / bandwidth
 
 
 def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
-    """Return the smallest batch that compression decodes `speedup` times as fast.
+    """Return the smallest batch for which the compressed cache decodes `speedup` times as fast.
 
-    None if it would have more than 1,024 rows.
+    It is compared with the full cache at the same batch. Both times are estimates for a GPU, see
+    `gpu_step_ms`.
+
+    Returns:
+        The number of rows; None if it would be above 1,024.
     """
     for batch in range(1, 1025):
         full, compressed = (gpu_step_ms(costs, batch, compressed=each) for each in (False, True))
@@ -139,6 +149,7 @@ def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
 
 
 def _needs(costs: Costs, compressed: bool) -> CacheNeeds:
+    """Compute what the request needs with the compressed cache, or with the full one."""
     asked = costs.request
     tokens, batch = asked.context_tokens, asked.batch
     step_ms = gpu_step_ms(costs, batch, compressed=compressed)
@@ -176,7 +187,7 @@ def _fitting(costs: Costs, compressed: bool) -> dict[str, Any]:
 
 
 def _headline(made: Plan, costs: Costs) -> Iterator[str]:
-    """Yield the sentences that say whether compression will help."""
+    """Yield one or two sentences that say whether compression will help."""
     tokens, kept = made.request.context_tokens, made.kept_tokens
     if kept >= tokens and made.request.bits is None:
         yield (
@@ -213,7 +224,10 @@ def _headline(made: Plan, costs: Costs) -> Iterator[str]:
 
 
 def _limits(made: Plan) -> Iterator[str]:
-    """Yield sentences about positions, about reading in pieces, and about the time of a request."""
+    """Yield sentences about positions, about reading in pieces, and about the time of a request.
+
+    Each sentence is left out if there is nothing to say.
+    """
     tokens, positions = made.request.context_tokens, made.footprint.max_positions
     answer = made.request.new_tokens
     if positions is not None and tokens + answer > positions:
@@ -251,7 +265,10 @@ def _remedy(positions: int, answer: int) -> str:
 
 
 def _notes(made: Plan) -> Iterator[str]:
-    """Yield sentences about layers that are not compressed, quantized weights, and experts."""
+    """Yield sentences about layers that are not compressed, quantized weights, and experts.
+
+    Each sentence is left out if the model has none of these.
+    """
     model, tokens = made.footprint, made.request.context_tokens
     full = len(model.full_layers)
     if full < model.layers or model.state_bytes:

@@ -29,6 +29,7 @@ class Shape:
 
 
 def _published() -> Iterator[tuple[str, Shape]]:
+    """Yield the name of every shape in `shapes.toml`, and the shape."""
     text = resources.files("snapkv_app.plan").joinpath("shapes.toml").read_text(encoding="utf-8")
     for name, entry in tomllib.loads(text).items():
         repository, family, parameters = map(entry.pop, ("repository", "model_type", "parameters"))
@@ -42,7 +43,10 @@ SHAPES: dict[str, Shape] = dict(_published())
 
 
 def shape_of(name: str) -> str | None:
-    """Return the name of the shape with that name or hub id, in any case; None if there is none."""
+    """Return the key in `SHAPES` of the shape with a name or hub id; None if there is none.
+
+    Upper and lower case make no difference.
+    """
     known = {shape: shape for shape in SHAPES}
     known |= {published.repository.lower(): shape for shape, published in SHAPES.items()}
     return known.get(name.lower())
@@ -51,8 +55,9 @@ def shape_of(name: str) -> str | None:
 def described(shape: str) -> dict[str, Any]:
     """Describe the sizes of the cache and the weights of a shape, for a table.
 
-    `kv_bytes_per_token` is for keys and values of 16 bits, without sliding windows. With latent
-    attention, `head_dim` is the size of the one latent that all heads share.
+    `shape` must be a key of `SHAPES`. `kv_bytes_per_token` is for keys and values of 16 bits,
+    without sliding windows. With latent attention, `head_dim` is the size of the one latent that
+    all heads share.
     """
     published = SHAPES[shape]
     model = published.footprint()

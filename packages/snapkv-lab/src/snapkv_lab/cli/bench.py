@@ -78,8 +78,8 @@ class BenchOptions(ComparedOptions, WritingOptions):
         """Check the options.
 
         Raises:
-            InvalidArgumentError: a number is below 1, or options of a model and of a shape are
-                mixed.
+            InvalidArgumentError: a length or a batch size is below 1, or options of a model and of
+                a shape are mixed.
         """
         for name in ("lengths", "batch"):
             require_each_at_least(name, integers(name, getattr(self, name)), 1)
@@ -150,6 +150,10 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
 
     A process does not return all freed memory, so a second cache would start at a higher level.
 
+    Args:
+        arguments: the arguments of the command.
+        labels: the labels of the caches.
+
     Raises:
         typer.Exit: a process failed; it has printed the reason.
     """
@@ -198,7 +202,16 @@ def throughput(
 
 
 def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
-    """Load the model, run the measurements, and print or store the rows."""
+    """Load the model, run the measurements, print the rows, and store and draw them if wanted.
+
+    Args:
+        options: the options of the command.
+        bench: makes the rows from `model`, `contenders`, `lengths` and `rounds`.
+
+    Raises:
+        OutputError: a row could not be stored; all rows are printed first. Or the figure cannot be
+            written.
+    """
     from rich.console import Console
 
     from snapkv_app.cli.loading import load_model
@@ -237,7 +250,12 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model with random weights and a description of the model."""
+    """Return a model with random weights and a description of the model.
+
+    Raises:
+        InvalidArgumentError: the shape, the device or the dtype is not known.
+        OutOfMemoryError: the weights do not fit on the device.
+    """
     from rich.console import Console
 
     from snapkv_app.cli.loading import begin
@@ -261,7 +279,11 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
-    """Add a row to a file. Return the error if that fails, because the rows are printed anyway."""
+    """Add a row to a file.
+
+    Returns:
+        The error if that fails, so that the caller can print the rows first; else None.
+    """
     try:
         with open_for_lines(path) as file:
             append_line(file, json_format.dumps(row), path)

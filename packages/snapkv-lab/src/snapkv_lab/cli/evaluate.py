@@ -77,6 +77,7 @@ class EvalOptions(SweepOptions, ReadingOptions, WorkerOptions, WritingOptions):
     ] = None
 
 
+# Without a docstring, so that the help of each command is the first line of its task.
 def _evaluate(*, settings: Task, options: EvalOptions) -> None:
     from snapkv_app.cli.loading import answers_progress  # imports torch
     from snapkv_lab.cli.methods import combine_with_turns, compared_methods

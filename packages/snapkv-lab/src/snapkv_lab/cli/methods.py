@@ -20,8 +20,9 @@ from snapkv_lab.measure.contenders import Contender, compressed_contender, trans
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """Return the methods that the options name; by default the full cache and the default
-    policy.
+    """Return the methods that the options name, first the baselines.
+
+    By default they are the full cache and the default policy.
     """
     return [
         *make_methods(["full"] if options.baseline is None else options.baseline, [], []),
@@ -30,7 +31,11 @@ def compared_methods(options: SweepOptions) -> list[Method]:
 
 
 def compared_caches(options: Any) -> list[Contender]:
-    """Return the baselines of a benchmark, followed by every policy with every budget."""
+    """Return the baselines of a benchmark, followed by every policy with every budget.
+
+    Raises:
+        InvalidArgumentError: a baseline is no cache of transformers, or another option is wrong.
+    """
     return [
         *map(transformers_contender, specs([options.baseline])),
         *(
@@ -43,7 +48,10 @@ def compared_caches(options: Any) -> list[Contender]:
 
 
 def _read_in_every_way(options: Any) -> list[Method]:
-    """Return every policy with every storage and prefill. Labels name those that are not exact."""
+    """Return every policy with every budget, storage and prefill that the options name.
+
+    The label of a method names its storage and its prefill, unless they are exact.
+    """
     ways: Sequence[tuple[str, Prefill]] = options.prefills
     compared = make_methods([], options.policy or [DEFAULT], token_budgets(options.budget))
     return [
@@ -55,7 +63,11 @@ def _read_in_every_way(options: Any) -> list[Method]:
 
 
 def parse_storages(text: str) -> list[KVCodes | None]:
-    """Return the storage that each word in the text names, or None for unquantized storage."""
+    """Return the storage that each word in the text names; None stands for unquantized storage.
+
+    Raises:
+        InvalidArgumentError: a word names no storage.
+    """
     return [None if word == EXACT else KVCodes.of(word) for word in storage_bits(text)]  # type: ignore[arg-type] # checked
 
 
@@ -64,7 +76,11 @@ def make_methods(
 ) -> list[Method]:
     """Return a list of the baselines, followed by every policy with every budget.
 
-    A policy appears once if it has no budget or if its parameters set one.
+    A policy appears once if it has no budget or if its parameters set one. All methods have an
+    exact prefill and unquantized storage.
+
+    Raises:
+        InvalidArgumentError: a policy is not known, or refuses its parameters or its budget.
     """
     policies_by_label = named_policies(baselines, policies, budgets)
     return [Method(label=label, policy=policy) for label, policy in policies_by_label]
@@ -73,7 +89,12 @@ def make_methods(
 def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
     """Return a list of all methods with every way of handling later questions.
 
-    Labels name the way, unless it is "append". A full cache handles them in one way only.
+    Labels name the way, unless it is "append". A full cache handles them in one way only, and is
+    listed once. With "compress", the default policy selects the tokens of each layer by itself.
+
+    Args:
+        compared: the methods.
+        texts: the words of the option, several in a text with commas; None for "append".
 
     Raises:
         InvalidArgumentError: a way is unknown or repeated, or none is given.

@@ -74,6 +74,7 @@ _OF_OPTIONS = {"documents": "document", "questions": "question"}
 """The fields of a study that have repeatable options, because texts may contain commas."""
 
 
+# Without a docstring, so that the help of each command is the first line of its study.
 def _study(*, settings: Study, options: StudyOptions) -> None:
     changes = {
         field: tuple(value)
@@ -101,7 +102,10 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
-    """Return the findings of a study, computed either in this process or by workers."""
+    """Load the model, run the study in this process or with workers, and return its findings.
+
+    Only the study of sensitivity can use workers.
+    """
     from snapkv_app.cli.loading import answers_progress, load_model
 
     def folder(loaded: "LoadedModel") -> Path:

@@ -43,7 +43,12 @@ def print_summary(
 ) -> None:
     """Print the result of a run as a table or as JSON.
 
-    `more` are further fields of the JSON object.
+    Args:
+        summary: the result.
+        table: makes the table, if JSON is not wanted.
+        as_json: whether to print JSON.
+        place: a line about where the results are stored.
+        more: further fields of the JSON object.
 
     Raises:
         OutputError: the summary could not be written.
@@ -70,7 +75,10 @@ def to_grid(table: Table) -> Grid:
 
 
 def metrics_table(title: str, rows: Sequence[Row]) -> Table:
-    """Return a table of the scores from lm-eval, with a row for each metric of each task."""
+    """Return a table of the scores from lm-eval, with a row for each metric of each task.
+
+    There is one column per method. Every method must have a row for every metric.
+    """
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in rows:
@@ -81,7 +89,10 @@ def metrics_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def bench_table(rows: Sequence[Row]) -> Table:
-    """Return a table with a row per measurement, and all columns that any measurement has."""
+    """Return a table with a row per measurement, and all columns that any measurement has.
+
+    The status is left out if all measurements are "ok".
+    """
     lines = [_format_measurement(row) for row in rows]
     names = list(dict.fromkeys(name for row in lines for name in row))
     if rows and all(row["status"] == "ok" for row in rows):
@@ -91,7 +102,11 @@ def bench_table(rows: Sequence[Row]) -> Table:
 
 
 def _format_measurement(row: Row) -> dict[str, str]:
-    """Return the cells of a measurement as text. Percentiles are shown by their median."""
+    """Return the cells of a measurement as text, by heading.
+
+    Percentiles are shown by their median. Fields that are None and fields that say nothing to the
+    user are left out.
+    """
     cells = {}
     for name, value in row.items():
         if name in ("bench", "filled", "least_ms") or value is None:

@@ -26,7 +26,12 @@ Plot = Annotated[str | None, panels.output(help="Write the figure: .png, .svg or
 
 
 def results_option(kind: str, what: str = "answers; a run") -> Any:
-    """Return the option for a folder of results, in which a stopped run continues."""
+    """Return the option for a folder of results, in which a stopped run continues.
+
+    Args:
+        kind: the beginning of the default folder's name, for the help.
+        what: what the folder holds and what was stopped, with a semicolon between, for the help.
+    """
     return panels.output(
         help=f"Folder of the {what} that was stopped continues there",
         show_default=f"snapkv-results/{kind}-MODEL-HASH",
@@ -61,7 +66,9 @@ def open_executor(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Exec
         The model and the executor.
 
     Raises:
-        InvalidArgumentError: `--workers` is given without `--ray`, or `--device` with it.
+        InvalidArgumentError: `--workers` is given without `--ray`, or `--device` with it; there is
+            no such cluster, or it has no room for the workers.
+        MissingDependencyError: Ray is not installed.
     """
     from snapkv_app.cli.loading import load_model
     from snapkv_lab.evaluate.asking import Answerer
@@ -85,7 +92,14 @@ def open_executor(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Exec
 
 
 def start_workers(options: WorkerOptions, address: str) -> "OnRay":
-    """Start workers on a cluster, which find the model from any folder of their nodes."""
+    """Return an executor with workers on a cluster, which the caller must use in a `with` block.
+
+    A path of a model is made absolute, because workers run in other folders.
+
+    Raises:
+        InvalidArgumentError: there is no such cluster, or it has no room for the workers.
+        MissingDependencyError: Ray is not installed.
+    """
     from snapkv_app.cli.loading import load_arguments
     from snapkv_lab.evaluate.on_ray import OnRay
 

@@ -66,7 +66,11 @@ class Method:
         return replace(self, label=label, bits=bits)
 
     def describe(self) -> Row:
-        """Return the settings of the method, ready for JSON, without those that are the default."""
+        """Return the settings of the method, ready for JSON.
+
+        They are those of the policy, and "prefill", "turns" and "bits" if they are not the default.
+        The label is not among them.
+        """
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.later}
         bits = {} if self.bits is None else {"bits": asdict(self.bits)}
@@ -101,27 +105,33 @@ class SampleJob:
     tries: int = 0
 
     def keys_of(self, methods: Sequence[Method]) -> list[Key]:
-        """Return the keys of the records for the given methods."""
+        """Return the keys of the records for the given methods: all turns of each in order."""
         pairs = itertools.product(methods, self.sample.turns)
         return [(turn.name, method.label, self.question) for method, turn in pairs]
 
     def missing_from(self, store: Store) -> Self:
-        """Return a copy with only the methods that do not have a record in the store."""
+        """Return a copy with only the methods whose records are not all in the store.
+
+        A method that lacks the record of a single turn stays, for the whole conversation is held
+        again. The copy may have no methods.
+        """
         missing = [m for m in self.methods if not all(key in store for key in self.keys_of([m]))]
         return replace(self, methods=missing)
 
     def split_by_method(self) -> Iterator[Self]:
-        """Yield a copy for each method, and count one more try."""
+        """Yield a copy for each method, with this method only and one more in `tries`."""
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
     def lost_records(self) -> Iterator[Row]:
-        """Yield records which say that the answers were lost because memory ran out."""
+        """Yield a record for every method and turn, which says that its answer was lost because
+        memory ran out.
+        """
         for method, turn in itertools.product(self.methods, self.sample.turns):
             yield self.record(turn, method) | {"status": LOST}
 
     def record(self, turn: Sample, method: Method) -> Row:
-        """Return the first fields of the record of an answer."""
+        """Return the first fields of the record of an answer, without its status and its costs."""
         spoken = {"conversation": self.sample.name} if len(self.sample.turns) > 1 else {}
         return {
             "sample": turn.name,
@@ -140,7 +150,10 @@ class Executor(Protocol):
     """
 
     def answers(self, work: Sequence[SampleJob]) -> Iterator[Row]:
-        """Yield a record for each method and each question, in any order."""
+        """Yield a record for each method and each turn of each question, in any order.
+
+        A missing answer has a record, too, whose status says why it is missing.
+        """
         ...
 
 
@@ -151,14 +164,16 @@ class Answerer:
     loaded: LoadedModel
 
     def answers(self, work: Sequence[SampleJob]) -> Iterator[Row]:
-        """Yield a record for every method of every question, in the order of the work."""
+        """Yield a record for every method and turn of every question, in the order of the work."""
         for job in work:
             yield from self.records(job)
 
     def records(self, job: SampleJob) -> Iterator[Row]:
-        """Yield the answer of every method to every turn, or a record that says why it is missing.
+        """Yield a record for every method and every turn, the turns of the first method first.
 
-        The status of such a record is "too long", "budget too small" or `LOST`.
+        The record of an answer has the status "ok", the prediction, its score, its costs, and the
+        loss of the references if that is wanted. If an answer fails, this turn and the later turns
+        of the method get a record with the status "too long", "budget too small" or `LOST`.
         """
         prompt = job.sample.prompt(self.loaded.tokenizer, job.template, job.question)
         references = self._references(job, prompt) if job.reference_loss else None
@@ -194,6 +209,11 @@ class Answerer:
         """Yield the answer to a sample, or to every turn of a conversation.
 
         If `ends` is a list, the end of each prompt is appended to it before its answer is yielded.
+
+        Raises:
+            PromptTooLongError: a turn needs more positions than the model has.
+            BudgetTooSmallError: the budget in bytes has no room for what must be kept.
+            OutOfMemoryError: the device has no memory left.
         """
         sample = job.sample
         if isinstance(sample, Conversation):

@@ -56,10 +56,10 @@ class Corpus:
 
 @functools.cache
 def load_corpus(name: CorpusName) -> Corpus:
-    """Read a data set and return it. The data set is only read at the first call.
+    """Read a data set and return it. Later calls return the same object and read nothing.
 
     Raises:
-        InvalidArgumentError: the name is not known.
+        InvalidArgumentError: the name is neither "hotpotqa" nor "squad".
         MissingDependencyError: the package with the data is not installed.
     """
     readers: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
@@ -71,6 +71,10 @@ def load_corpus(name: CorpusName) -> Corpus:
 
 
 def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
+    """Return the corpus of a parsed file of HotpotQA.
+
+    Paragraphs that occur several times are in `passages` once.
+    """
     questions, passages = [], dict[Passage, None]()
     for row in rows:
         paragraphs = [Passage(title=title, text="".join(text)) for title, text in row["context"]]
@@ -90,6 +94,7 @@ def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
 
 
 def _squad(content: dict[str, Any]) -> Corpus:
+    """Return the corpus of a parsed file of SQuAD 2.0, without questions that have no answer."""
     questions, passages = [], []
     for article in content["data"]:
         title = article["title"].replace("_", " ")
@@ -130,9 +135,10 @@ class PassageIndex:
         self._bm25.index(self._tokenize(texts), show_progress=False)
 
     def rank(self, query: str) -> Iterator[Passage]:
-        """Yield all passages in the order of their relevance to the query.
+        """Yield all passages, the most relevant to the query first.
 
-        Passages that are equally relevant keep their order.
+        Passages that are equally relevant keep their order. Passages that share no word with the
+        query come last and are not left out.
         """
         words: Any = self._tokenize([query], return_ids=False)[0]
         scores = self._bm25.get_scores_from_ids(self._bm25.get_tokens_ids(words))
@@ -141,8 +147,13 @@ class PassageIndex:
 
 @functools.cache
 def corpus_index(name: CorpusName) -> PassageIndex:
-    """Return the index of all paragraphs of a data set. The first call takes seconds for
-    HotpotQA.
+    """Return the index of all paragraphs of a data set.
+
+    The first call takes seconds for HotpotQA. Later calls return the same object.
+
+    Raises:
+        InvalidArgumentError: the name is neither "hotpotqa" nor "squad".
+        MissingDependencyError: the package with the data is not installed.
     """
     return PassageIndex(load_corpus(name).passages)
 
@@ -154,16 +165,16 @@ Check = tuple[str, Callable[[Any], bool]]
 def parse_json_lines(
     lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
 ) -> dict[int, Row]:
-    """Parse the lines of a file as JSON objects, and return them by line number.
+    """Parse the lines of a file as JSON objects, and return them by line number, from 1.
 
     Args:
-        lines: the lines; blank ones are skipped.
-        checks: what each field must be.
+        lines: the lines; blank ones are counted and skipped.
+        checks: the check of each field by its name, see `require_fields`.
         path: the file, for error messages.
         remedy: the advice at the end of error messages, with a capital and without a full stop.
 
     Raises:
-        DocumentError: a line is not an object with these fields, or there is no line.
+        DocumentError: a line is not an object with these fields, or all lines are blank.
     """
     records = {}
     for number, line in enumerate(lines, 1):
@@ -196,17 +207,20 @@ def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
 def require_fields(
     record: Row, checks: Mapping[str, Check], place: str, remedy: str, prefix: str = ""
 ) -> None:
-    """Check that all fields of a record have values of the right type.
+    """Check that the fields of a record have values of the right type.
+
+    A missing field is checked as None, so a check that accepts None makes it optional. Fields
+    without a check are allowed.
 
     Args:
         record: the object.
-        checks: what each field must be.
+        checks: the check of each field by its name.
         place: the file and the line, for error messages.
         remedy: the advice at the end of error messages.
         prefix: a text before the name of a field in error messages.
 
     Raises:
-        DocumentError: a field is missing or is something else.
+        DocumentError: a field does not pass its check.
     """
     for field, (expected, is_right) in checks.items():
         if not is_right(record.get(field)):

@@ -32,7 +32,7 @@ class TextEmbeddings:
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def nearest(self, query: str, texts: Sequence[str]) -> list[int]:
-        """Return the indices of the texts, sorted by their similarity to the query.
+        """Return the indices of the texts, the most similar to the query first.
 
         Texts that are equally similar keep their order.
         """
@@ -45,7 +45,7 @@ class TextEmbeddings:
         """Compute the embeddings of a list of texts.
 
         Returns:
-            (N, 384) float32 on the CPU, with rows of length 1.
+            (N, 384) float32 on the CPU, in the order of `texts`, with rows of length 1.
         """
         ids = self._tokenizer(list(texts), truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))

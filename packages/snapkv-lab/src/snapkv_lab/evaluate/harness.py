@@ -76,8 +76,12 @@ class HarnessRun:
     def evaluate(self, folder: Path, on_progress: Progress | None = None) -> RunSummary:
         """Answer what the folder does not hold yet, and score every task by every method.
 
-        A row holds: task, version, method, policy, metric, filter, score (as lm-eval counts it) and
-        samples.
+        A row of the result is for one method, task and score. It holds: task, version, method,
+        policy, metric, filter, score (as lm-eval counts it) and samples (their number).
+
+        Args:
+            folder: where the answers are stored; a stopped run continues there.
+            on_progress: receives the progress; None for no reports.
 
         Raises:
             InvalidArgumentError: the folder holds another run, or a task is unknown or not
@@ -107,7 +111,9 @@ class HarnessRun:
         return short_hash(self.description())
 
     def description(self) -> Row:
-        """Return a description of the run, which makes its results reproducible."""
+        """Return all settings that the results depend on, except the methods, and the versions of
+        the software.
+        """
         return {
             "tasks": list(self.tasks),
             "model": self.loaded.description(),
@@ -119,10 +125,11 @@ class HarnessRun:
         }
 
     def _results(self, model: "CompressedLM", manager: Any) -> dict[str, Any]:
-        """Run the tasks with lm-eval and return the results.
+        """Run the tasks with lm-eval and return its dictionary of results.
 
         Raises:
             DocumentError: the data of the tasks cannot be loaded.
+            OutputError: an answer cannot be written.
         """
         try:
             results: dict[str, Any] = simple_evaluate(
@@ -148,13 +155,13 @@ class HarnessRun:
         return results
 
     def _manager(self) -> Any:
-        """Return the index of the tasks that lm-eval knows.
+        """Return a `TaskManager` that knows all tasks of the run.
 
         The thousands of tasks that come with lm-eval are only indexed if a task is not in the
         user's folder.
 
         Raises:
-            InvalidArgumentError: a name is not in the index.
+            InvalidArgumentError: lm-eval and the user's folder have no task of a name.
         """
         if self.include_path is not None:
             own = TaskManager(include_path=self.include_path, include_defaults=False)
@@ -187,11 +194,14 @@ class CompressedLM(LM):
         self._chat, self._batch_size, self._on_progress = chat, batch_size, on_progress
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Generate an answer to each context, up to the first stop string of the task.
+        """Return an answer to each context, up to the first stop string of the task.
+
+        Answers in the store are not generated again, and new ones are added to it.
 
         Raises:
             InvalidArgumentError: a task uses settings that are not supported.
             PromptTooLongError: a prompt and its answer need more positions than the model has.
+            OutputError: an answer cannot be stored; those before it are.
         """
         prompts = [self._prompt(request.args[0]) for request in requests]
         settings = [
@@ -218,6 +228,8 @@ class CompressedLM(LM):
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Compute the log-likelihood of each continuation after its compressed context.
 
+        Results in the store are not computed again, and new ones are added to it.
+
         Returns:
             For each request the log-likelihood, and whether greedy decoding would give the
                 continuation.
@@ -225,6 +237,7 @@ class CompressedLM(LM):
         Raises:
             InvalidArgumentError: a continuation has no token of its own.
             PromptTooLongError: a request needs more positions than the model has.
+            OutputError: a result cannot be stored; those before it are.
         """
         pairs = [self._pair(*request.args) for request in requests]
         for request, (context, continuation) in zip(requests, pairs, strict=True):
@@ -262,9 +275,13 @@ class CompressedLM(LM):
         return str(self._loaded.tokenizer.name_or_path).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """Return the chat template of the tokenizer.
+        """Return the chat template of the tokenizer, or an empty text if none is wanted.
 
         lm-eval asks for it before it wraps prompts.
+
+        Args:
+            chat_template: False if no template is wanted. True and all names give the same
+                template.
 
         Raises:
             InvalidArgumentError: the tokenizer has no chat template.
@@ -279,8 +296,14 @@ class CompressedLM(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Return a conversation as a prompt with special tokens, in which the contents are
-        quoted.
+        """Return a conversation as a prompt with special tokens.
+
+        Text of the turns that looks like a special token is quoted, so that it is read as text.
+
+        Args:
+            chat_history: turns with "role" and "content", which are not changed.
+            add_generation_prompt: whether the prompt ends with the beginning of an answer; if not,
+                its last turn is continued.
         """
         tokenizer = self._loaded.tokenizer
         text: str = tokenizer.apply_chat_template(
@@ -294,7 +317,11 @@ class CompressedLM(LM):
     def _key(self, request: Instance, content: list[Any]) -> Key:
         """Return the key of the response to a request.
 
-        It consists of the place in the task, and a hash of all that the response depends on.
+        It has the place in the task with a hash of the request, and the label of the method.
+
+        Args:
+            request: the request.
+            content: all that the response depends on besides the method, as values for JSON.
         """
         place = [request.task_name, request.doc_id, request.idx]
         request_fields = {"kind": request.request_type, "asked": place, "content": content}
@@ -307,12 +334,19 @@ class CompressedLM(LM):
         alike: Sequence[Any],
         give: Callable[[Sequence[int]], Iterable[Any]],
     ) -> list[Any]:
-        """Return a response to every request, and store each before the next one is computed.
+        """Return a response to every request, in their order, and compute only those that are not
+        stored.
+
+        Each response is stored as soon as `give` yields it. Requests with equal keys get the same
+        response.
 
         Args:
-            keys: the keys of the responses.
-            alike: neighbouring requests whose values are equal are answered together.
-            give: answers the requests in these places.
+            keys: the keys of the responses, one for each request.
+            alike: one value for each request; neighbours with equal values are given together.
+            give: takes the indices of requests, and yields one response for each in that order.
+
+        Raises:
+            OutputError: a response cannot be stored; those before it are.
         """
         places = {key: place for place, key in enumerate(keys) if key not in self._store}
 
@@ -327,6 +361,10 @@ class CompressedLM(LM):
         return [self._store[key]["response"] for key in keys]
 
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
+        """Generate one answer to each prompt, together if there are several.
+
+        All prompts get the same settings.
+        """
         policy, bits = self._method.policy, self._method.bits
         if len(prompts) > 1:
             return answers_together(self._loaded, prompts, policy, settings, bits)
@@ -340,13 +378,14 @@ class CompressedLM(LM):
         return ids
 
     def _pair(self, context: str, continuation: str) -> tuple[Tensor, Tensor]:
-        """Return the token ids of the context and of the continuation.
+        """Return the token ids of the context and of the continuation, on the model's device.
 
         Blanks at the end of the context belong to the continuation, and the ids are those of both
         read as one text. An empty context is one token: the beginning of a text, or else its end.
 
         Returns:
-            Two tensors, each (1, T), cut where lm-eval cuts them.
+            Two tensors, (1, T) and (1, C), cut where lm-eval cuts them. C is 0 if the tokenizer
+            merges the continuation with the context.
         """
         stripped = context.rstrip()
         if not stripped:
@@ -377,7 +416,12 @@ class CompressedLM(LM):
 
 
 def _settings(generation_kwargs: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:
-    """Return how a task wants its answers generated. If it samples, each request has its own seed.
+    """Return the settings for generating an answer to a request of a task.
+
+    Args:
+        generation_kwargs: the settings that the task gives, which are not changed.
+        task: the name of the task, for the error message.
+        seed: the random seed, which has an effect only if the task samples.
 
     Raises:
         InvalidArgumentError: the task uses settings that are not supported.
@@ -402,8 +446,9 @@ def _settings(generation_kwargs: dict[str, Any], task: str | None, seed: int) ->
 
 
 def _rows(results: dict[str, Any], method: Method) -> list[Row]:
-    """Return one row for every score of every task. Groups are left out, since they are
-    only means.
+    """Return one row for every score of every task, from the results of lm-eval.
+
+    Groups of tasks are left out, since they are only means, and so are standard errors.
     """
     rows = []
     for task, scores in results["results"].items():

@@ -55,7 +55,7 @@ class Haystack:
         return "\n\n".join(self.pieces)
 
     def permute(self, seed: str) -> "Haystack":
-        """Return a copy of the haystack with its pieces in a random order."""
+        """Return a copy of the haystack with its pieces in a random order, which `seed` decides."""
         pieces = list(self.pieces)
         random.Random(seed).shuffle(pieces)
         return replace(self, pieces=tuple(pieces))
@@ -72,7 +72,11 @@ class HaystackTask(Task):
 
     @cached_property
     def text(self) -> Haystack:
-        """The text that the needle is hidden in."""
+        """The text that the needle is hidden in, which is read at the first access and then kept.
+
+        Raises:
+            DocumentError: the folder is missing or holds no text.
+        """
         return load_haystack(self.haystack)
 
     @property
@@ -86,7 +90,8 @@ class HaystackTask(Task):
 def load_haystack(folder: str | None = None) -> Haystack:
     """Return the text files of a folder as a haystack.
 
-    Without a folder, return the essays, or else Python's topics.
+    A warning about each file that is not read is also written to standard error. Without a folder,
+    return the essays, or Python's topics if the essays are not installed.
 
     Raises:
         DocumentError: the folder is missing or holds no text.
@@ -126,7 +131,11 @@ def load_python_topics() -> Haystack:
 
 @functools.cache
 def load_python_sources(least_bytes: int) -> list[str]:
-    """Return modules of Python's standard library above a size, without its tests."""
+    """Return the source texts of modules of Python's standard library, in a fixed order.
+
+    Tests, modules of at most `least_bytes` bytes, and modules with characters outside of ASCII are
+    left out. Later calls return the same list, which the caller must not change.
+    """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     files += sorted(Path(sysconfig.get_path("stdlib")).glob("[a-s]*/*.py"))
     texts = [
@@ -139,13 +148,19 @@ def load_python_sources(least_bytes: int) -> list[str]:
 
 @functools.cache
 def load_readmes() -> list[str]:
-    """Return the descriptions of all installed packages."""
+    """Return the descriptions of installed packages that have more than 4,000 characters.
+
+    They are sorted and without repetition. Later calls return the same list, which the caller must
+    not change.
+    """
     texts = [each.metadata.get_payload() for each in importlib.metadata.distributions()]  # type: ignore[attr-defined] # a Message
     return sorted(text for text in set(texts) if isinstance(text, str) and len(text) > 4000)
 
 
 def _sections(text: str) -> tuple[str, ...]:
-    """Cut a text that was joined from essays into pieces of some length, at blank lines."""
+    """Cut a text at blank lines into pieces, each of which ends as soon as it has more than 12,000
+    characters.
+    """
     first, *paragraphs = text.split("\n\n")
     pieces = [first]
     for paragraph in paragraphs:
@@ -169,15 +184,16 @@ def load_words(*kinds: WordList) -> tuple[str, ...]:
 
 
 def draw_word_key(draw: random.Random) -> str:
-    """Return a random adjective and a random noun, joined by a hyphen."""
+    """Return a random adjective and a random noun, joined by a hyphen.
+
+    Raises:
+        MissingDependencyError: wonderwords is not installed.
+    """
     return f"{draw.choice(load_words('adjective'))}-{draw.choice(load_words('noun'))}"
 
 
 def draw_number(draw: random.Random, digits: int) -> str:
-    """Return a random number with the given number of digits.
-
-    The first digit is not 0.
-    """
+    """Return a random decimal number with the given number of digits, whose first one is not 0."""
     return str(draw.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -195,7 +211,7 @@ _MOST_MISSES = 1000
 
 
 def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] = ()) -> list[str]:
-    """Return a list of random texts that are all different.
+    """Return a list of `count` random texts that are all different, in the order of the draws.
 
     Args:
         make: draws a text.
@@ -203,7 +219,7 @@ def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] 
         besides: texts that are not allowed.
 
     Raises:
-        InvalidArgumentError: many draws in turn gave no new text.
+        InvalidArgumentError: more than 1,000 draws in turn gave no new text.
     """
     drawn: dict[str, None] = {}
     misses = 0

@@ -56,7 +56,7 @@ def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
     samples in a cell. Samples that are all equal give an interval without width.
 
     Returns:
-        The interval, or None without columns or with a column of one sample.
+        The lower and the upper end, or None if there is no column or a column has one sample only.
     """
     groups = [_drawn_from(cells) for cells in columns]
     if not groups or any(len(samples) < 2 for cells in groups for samples, _ in cells):
@@ -67,14 +67,17 @@ def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
 
 
 def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
-    """Return the cells, or their means as one cell if a cell has a single sample."""
+    """Return the cells of a column, or one cell with their means if a cell has a single sample.
+
+    Empty cells are left out of the means.
+    """
     if cells and all(len(samples) > 1 for samples, _ in cells):
         return cells
     return [([fmean(samples) for samples, _ in cells if samples], None)]
 
 
 def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
-    """Draw the samples again many times, and return the means in ascending order."""
+    """Resample `RESAMPLES` times, and return the means over all columns in ascending order."""
     import numpy as np  # slow, and only needed for means
 
     # numpy guarantees that this generator draws the same numbers in every version.
@@ -102,7 +105,7 @@ def sample_cell(row: Row, of: Measure, samples: Iterable[str] | None = None) -> 
 
     Args:
         row: a row of `summarise`.
-        of: the field to take.
+        of: "score" or "loss"; the row must have its field in `BY_SAMPLE`.
         samples: names of the samples; None for all.
     """
     values, conversations = row[BY_SAMPLE[of]], row.get("conversations")
@@ -115,12 +118,15 @@ def sample_cell(row: Row, of: Measure, samples: Iterable[str] | None = None) -> 
 def cell_differences(rows: Sequence[Row], of: Measure = "score") -> list[Row | None]:
     """Compare each row with the row of the full cache for the same cell.
 
-    A difference is the mean score or loss minus that of the full cache, over the `samples` that
-    both have answered. For its `interval` the two answers to a sample are drawn together. A method
-    scores better if the difference is above 0; it loses less if it is below 0.
+    A difference is the mean score or loss minus that of the full cache, over the samples that both
+    have answered. For its interval the two answers to a sample are drawn together. A method is
+    better than the full cache if the difference of the scores is above 0, or that of the losses
+    below 0.
 
     Returns:
-        One difference per row; None for the full cache itself, and for cells without one.
+        One difference per row, with the keys "score" or "loss", "interval" (a list of two numbers
+        or None) and "samples" (their number). It is None for the full cache itself, and if the full
+        cache has no answer in common with the row.
     """
     full = _full_rows(rows)
     pairs = [_pairs(row, full, of) for row in rows]
@@ -133,8 +139,14 @@ def line_differences(rows: Iterable[Row], axis: str, of: Measure = "score") -> d
     Each is a mean over the columns of an axis, as tables show scores. A cell in which a method and
     the full cache share no answer is left out of both means.
 
+    Args:
+        rows: the rows of `summarise`.
+        axis: the key of the cells whose values are the columns.
+        of: "score" or "loss".
+
     Returns:
-        The differences by method and question.
+        The differences by method and question, each as in `cell_differences`. The full cache, and
+        methods that share no answer with it, are missing.
     """
     rows = list(rows)
     full = _full_rows(rows)
@@ -169,14 +181,19 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 
 def is_full_cache(row: Row) -> bool:
-    """Return whether a row belongs to the full cache with an exact prefill."""
+    """Return whether a row belongs to the full cache with an exact prefill.
+
+    It does not matter how keys and values are stored.
+    """
     from snapkv.policies import FullCache  # imports torch, which tables do not need
 
     return row["policy"]["name"] == FullCache.name and "prefill" not in row["policy"]
 
 
 def excludes_zero(difference: Row) -> bool:
-    """Return whether the confidence interval of a difference does not contain zero."""
+    """Return whether a difference has a confidence interval, and this interval does not contain
+    zero.
+    """
     ends = difference["interval"]
     return ends is not None and not ends[0] <= 0 <= ends[1]
 
@@ -197,7 +214,7 @@ def _full_rows(rows: Iterable[Row]) -> dict[str, Row]:
 def _pairs(row: Row, full: dict[str, Row], of: Measure) -> Cell | None:
     """Return the difference from the full cache for each sample that both have answered.
 
-    None if there is no such sample.
+    Return None if there is no such sample, or if the row is that of the full cache.
     """
     if is_full_cache(row) or _place(row) not in full:
         return None

@@ -29,9 +29,9 @@ def best_score(metric: Metric, prediction: str, references: Iterable[str]) -> fl
 
 
 def first_line(prediction: str) -> str:
-    """Return the first line of the prediction that is not empty.
+    """Return the prediction up to the first line break after its leading line breaks.
 
-    After it a model may continue with another example.
+    A model may continue with another example after this line.
     """
     return prediction.lstrip("\n").split("\n")[0]
 
@@ -46,7 +46,10 @@ def normalize_answer(text: str) -> str:
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """Return the F1 score of the words of two answers, counted as often as they occur."""
+    """Return the F1 score of the words of two answers, counted as often as they occur.
+
+    Both are normalized by `normalize_answer`. The score is 0 if they share no word.
+    """
     predicted, right = (normalize_answer(text).split() for text in (prediction, reference))
     same = (Counter(predicted) & Counter(right)).total()
     if same == 0:
@@ -56,7 +59,7 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def classification_score(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """Return 1 divided by the number of classes in the answer, if the right one is among them.
+    """Return 1 divided by the number of classes in the answer, or 0 if the right one is missing.
 
     A class whose name is part of the right class's name is not counted. The published code removes
     it from the list that it iterates over, so the next class is never checked. Published scores
@@ -70,7 +73,10 @@ def classification_score(prediction: str, reference: str, classes: Sequence[str]
 
 
 def count_score(prediction: str, reference: str) -> float:
-    """Return the fraction of the numbers in the answer that are equal to the reference."""
+    """Return the fraction of the numbers in the answer that are equal to the reference.
+
+    The fraction is 0 if the answer has no number.
+    """
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
@@ -78,19 +84,21 @@ def count_score(prediction: str, reference: str) -> float:
 def retrieval_score(prediction: str, reference: str) -> float:
     """Return the fraction of the numbers in the answer that match the right paragraph.
 
-    The reference is a text like "Paragraph 12".
+    The reference is a text like "Paragraph 12". The fraction is 0 if the answer has no number, or
+    the reference has another form.
     """
     paragraph = re.search(PARAGRAPH, reference)
     return count_score(prediction, paragraph[1]) if paragraph else 0.0
 
 
 def code_similarity(prediction: str, reference: str, backend: CodeSimilarity = "difflib") -> float:
-    """Compare the first line of code in the answer with the right line, in whole percents.
+    """Return the similarity of the first line of code in the answer and the right line.
 
-    A line with a backtick, "#" or "//" does not count as code. Published scores were computed with
-    `fuzzywuzzy`, which has two ways of counting. "difflib" gives the numbers that it gives as
-    LongBench's requirements install it. "levenshtein" gives the numbers with python-Levenshtein
-    installed, which `thefuzz` and `rapidfuzz` give too. The two differ on many lines.
+    It is a number from 0 to 1 in steps of 0.01, and 0 if one of the two is empty. A line with a
+    backtick, "#" or "//" does not count as code. Published scores were computed with `fuzzywuzzy`,
+    which has two ways of counting. "difflib" gives the numbers that it gives as LongBench's
+    requirements install it. "levenshtein" gives the numbers with python-Levenshtein installed,
+    which `thefuzz` and `rapidfuzz` give too. The two differ on many lines.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not re.search("`|#|//", line)), "")
@@ -131,9 +139,9 @@ def rouge_l(prediction: str, reference: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Return a list of the words in each sentence of the text.
+    """Return a list of the words in each sentence of the text, which full stops end.
 
-    A sentence of only white space has one empty word.
+    Empty sentences are left out. A sentence of only white space has one empty word.
     """
     return [part.split() or [""] for part in text.split(".") if part]
 

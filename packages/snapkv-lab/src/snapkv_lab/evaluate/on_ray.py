@@ -40,10 +40,12 @@ class _NotLoadedError(Exception):
 class OnRay:
     """An executor that answers questions with workers on a Ray cluster.
 
-    There is one worker for each GPU, or one for each node without GPUs. The longest questions come
-    first, and each goes to a worker that is free. If a worker ends, its question is asked again
-    with one method at a time, which needs less memory. If that ends workers too, the answers are
-    recorded as lost.
+    It connects to the cluster when it is made, unless Ray is connected already. The caller must use
+    it in a `with` block, at whose end the workers are stopped and a connection that was made here
+    is closed. There is one worker for each GPU, or one for each node without GPUs. The longest
+    questions come first, and each goes to a worker that is free. If a worker ends, its question is
+    asked again with one method at a time, which needs less memory. If that ends workers too, the
+    answers are recorded as lost.
 
     Args:
         address: "local", "auto" or the address of a cluster.
@@ -76,8 +78,10 @@ class OnRay:
     def _workers(self, wanted: int | None) -> int:
         """Return the number of workers that will be started.
 
+        It is `wanted`, or for None, the number of GPUs, or without GPUs, of nodes.
+
         Raises:
-            InvalidArgumentError: the cluster has no room for `wanted` workers.
+            InvalidArgumentError: the cluster has no room for `wanted` workers, or for a single one.
         """
         places = [_places(node, self._needs) for node in _nodes()]
         on_gpus = self._needs["num_gpus"]
@@ -89,10 +93,14 @@ class OnRay:
         return count
 
     def answers(self, work: Sequence[SampleJob]) -> Iterator[Row]:
-        """Yield a record for every method of every question, as soon as it is known.
+        """Yield a record for every method and turn of every question, as soon as it is known.
+
+        The order is that of the answers, and not that of `work`. If the caller stops early, workers
+        that are busy are ended.
 
         Raises:
-            OutOfMemoryError: no worker gets as far as loading the model.
+            OutOfMemoryError: no worker can start and load the model.
+            SnapKVError: a worker raised it while it answered.
         """
         waiting = deque(sorted(work, key=lambda each: len(each.sample.context), reverse=True))
         unloaded, why = 0, "no machine has room for one"
@@ -131,9 +139,9 @@ class OnRay:
             self._end(self._busy)  # nobody waits for their answers any more
 
     def _free_places(self) -> int:
-        """Return the number of workers that can still be started.
+        """Return how many more workers the cluster has room for, up to the wanted number.
 
-        It is negative if a node with a worker is gone.
+        The number is negative if the node of a worker is gone.
         """
         places = sum(_places(node, self._needs) for node in _nodes())
         return min(self._count, places) - len(self._idle) - len(self._busy)
@@ -143,9 +151,13 @@ class OnRay:
         return _Worker(actor)
 
     def _wait_for_worker(self) -> "_Worker":
-        """Wait until a worker is ready, and return it.
+        """Wait until the records of a busy worker are complete or can no longer come, and return
+        the worker.
 
-        Its answers are complete, or will never come.
+        In both cases `_Worker.records` does not wait: it returns the records, or raises the error
+        that says why there are none. At least one worker must be busy, and the returned one stays
+        in the list of busy workers. If a node is gone, a worker that has not loaded the model is
+        ended and returned.
         """
         coming = {worker.answers: worker for worker in self._busy}
         while True:
@@ -178,7 +190,12 @@ class OnRay:
 
 
 class _Worker:
-    """An actor that first loads the model, and the question that it was given last."""
+    """A handle of a remote actor, which loads the model and then answers one question at a time.
+
+    Attributes:
+        job: the question that the actor was given last.
+        answers: a reference to the records of its answers.
+    """
 
     job: SampleJob
     answers: Any
@@ -199,6 +216,7 @@ class _Worker:
         Raises:
             _NotLoadedError: the worker ended before it had loaded the model.
             _EndedError: the worker ended before it had answered.
+            SnapKVError: the worker raised it while it loaded the model or answered.
         """
         if self._actor is None:
             raise _NotLoadedError("its node is gone")
@@ -214,8 +232,8 @@ class _Worker:
             ended: the error to raise if the actor has ended.
 
         Raises:
-            SnapKVError: the call raised it; any other error comes with the place where it was
-                raised.
+            SnapKVError: the remote call raised it. Any other error of the call is raised as Ray's
+                `RayTaskError`, which says where it was raised.
         """
         ray = _ray()
         try:
@@ -229,7 +247,7 @@ class _Worker:
             raise ended(_last_line(error)) from None
 
     def end(self) -> None:
-        """Stop the actor at once."""
+        """Stop the actor at once. No error is raised if it is gone already."""
         with contextlib.suppress(Exception):  # its node may be gone
             _ray().kill(self._actor)
         self._actor = None
@@ -268,7 +286,7 @@ def _places(node: dict[str, Any], needs: dict[str, int]) -> int:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the last line of a long error message, or the name of its class."""
+    """Return the last line of an error's message, or the name of its class if it has none."""
     return [type(error).__name__, *filter(str.strip, str(error).splitlines())][-1].strip()
 
 
@@ -287,6 +305,8 @@ def _ray() -> Any:
 
 def require_cluster(address: str) -> None:
     """Check that the cluster exists, because Ray itself would try for minutes and end the process.
+
+    The words local and auto are not checked. At other addresses, a connection is made and closed.
 
     Raises:
         InvalidArgumentError: nothing answers at the address.

@@ -70,7 +70,7 @@ class Run:
         return short_hash(self._settings())
 
     def keys(self) -> list[Key]:
-        """Return the keys of all answers in this run.
+        """Return the keys of all answers in this run, in the order of samples and settings.
 
         Raises:
             InvalidArgumentError: the settings give no sample, or one sample twice.
@@ -87,7 +87,7 @@ class Run:
 
         Args:
             folder: where the answers are stored; a stopped run continues there.
-            on_progress: receives the progress.
+            on_progress: receives the progress; None for no reports.
             executor: answers the questions; None for this process.
 
         Raises:
@@ -109,6 +109,14 @@ class Run:
             return Results.of(store, rows, task=self.task)
 
     def _samples(self) -> list[Sample]:
+        """Return the samples of the task, at most `limit` of each cell.
+
+        Raises:
+            InvalidArgumentError: there is no sample, one occurs twice, or a length has no room for
+                one. Or the loss of the references is wanted, and a sample has an empty one or none.
+            MissingDependencyError: the package with the task's data is not installed.
+            DocumentError: a file of the user is missing or has another form.
+        """
         samples = _limit_samples(self.task.samples(self.loaded.tokenizer), self.limit)
         turns = [turn for sample in samples for turn in sample.turns]
         _require_distinct(turns)
@@ -117,6 +125,7 @@ class Run:
         return samples
 
     def _jobs(self, samples: Sequence[Sample]) -> list[SampleJob]:
+        """Return a job for each sample and setting, the settings of the first sample first."""
         return [
             SampleJob(
                 sample=sample,
@@ -130,6 +139,7 @@ class Run:
         ]
 
     def _settings(self) -> Row:
+        """Return all settings that the results depend on, except methods and texts of samples."""
         return {
             "task": self.task.describe(),
             "model": self.loaded.description(),
@@ -140,10 +150,11 @@ class Run:
         }
 
     def _require_turns(self, method: Method) -> None:
-        """Check that the task has later questions if the method handles them.
+        """Check that the task has later questions if the method does more than append them.
 
         Raises:
-            InvalidArgumentError: the task has no later questions.
+            InvalidArgumentError: `later` of the method is not "append", and the task has no later
+                questions.
         """
         if method.later != "append" and not self.task.has_turns:
             problem = f"{method.later} has no effect with {self.task.name}, which asks one question"
@@ -155,7 +166,7 @@ class Run:
         Slightly longer prompts are allowed, and are recorded as too long.
 
         Raises:
-            InvalidArgumentError: a length is far beyond the model's positions.
+            InvalidArgumentError: a length is more than 8 times the number of the model's positions.
         """
         positions = self.loaded.max_tokens
         for name in ("lengths", "answer_tokens"):
@@ -183,6 +194,9 @@ class Results(RunSummary):
 def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Method, ...]:
     """Check the methods, and complete policies that use a gate or head profile known for the model.
 
+    Returns:
+        New methods in the same order.
+
     Raises:
         InvalidArgumentError: there is no method, two methods have one label, or a gate belongs to
             another model.
@@ -202,6 +216,8 @@ def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> None:
     """Check that the stored answers were made with the same policies.
+
+    Answers of methods that are not in `methods` are allowed.
 
     Raises:
         InvalidArgumentError: an answer was made by another policy with the same label.
@@ -223,6 +239,7 @@ def _keys(questions: Iterable[SampleJob]) -> list[Key]:
 
 
 def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
+    """Return the first `limit` samples of each cell, in their order, or all for None."""
     taken, kept = Counter[str](), []
     for sample in samples:
         cell = str(sorted(sample.cell.items()))
@@ -247,7 +264,7 @@ def _require_distinct(turns: Sequence[Sample]) -> None:
 
 
 def _require_references(turns: Sequence[Sample]) -> None:
-    """Check that every sample has at least one reference.
+    """Check that every sample has at least one reference and no empty one.
 
     Raises:
         InvalidArgumentError: a sample has no reference, or an empty one.

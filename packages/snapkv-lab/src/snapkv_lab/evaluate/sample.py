@@ -82,13 +82,16 @@ class Sample:
 
     @property
     def protection(self) -> "Protection":
-        """The parts of the prompt that must always be kept."""
+        """The texts that must always be kept, which `details` lists under "protect"."""
         from snapkv_app.protection import Protection  # imports torch
 
         return Protection(texts=tuple(self.details.get("protect", ())))
 
     def is_chat(self, tokenizer: Any, template: Template) -> bool:
-        """Return whether the tokenizer's chat template makes the prompt."""
+        """Return whether the tokenizer's chat template makes the prompt.
+
+        It does if `template` is "tokenizer", the sample allows it, and the tokenizer has one.
+        """
         return template == "tokenizer" and self.chat and bool(tokenizer.chat_template)
 
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
@@ -96,8 +99,9 @@ class Sample:
 
         Args:
             tokenizer: the model's tokenizer.
-            template: how the sample becomes a prompt.
-            setting: whether the question is visible to the vote.
+            template: how the sample becomes a prompt. "tokenizer" gives plain text if the tokenizer
+                has no chat template or the sample does not allow it.
+            setting: "hidden" marks the prompt so that it is compressed before its question.
 
         Raises:
             InvalidArgumentError: the template is "longbench" and the model is not known to it.
@@ -112,7 +116,13 @@ class Sample:
         return prompt if setting == "visible" else prompt.hiding_question()
 
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
-        """Return the text between the previous answer and the answer to this question."""
+        """Return the text between the previous answer and the answer to this question.
+
+        The sample must be a later question of a conversation; its context is not used.
+
+        Raises:
+            InvalidArgumentError: the template is "longbench" and the model is not known to it.
+        """
         if self.is_chat(tokenizer, template):
             turn, rest = next_turn(tokenizer, self.question), self.answer_start
         else:
@@ -122,9 +132,10 @@ class Sample:
         return replace(turn.followed_by(tokenizer, rest), answer_start=self.answer_start)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
-        """Return the text of a turn without a chat template.
+        """Return the text of a turn without a chat template, followed by the answer's beginning.
 
-        The beginning of the answer follows it.
+        Raises:
+            InvalidArgumentError: the template is "longbench" and the model is not known to it.
         """
         if template == "longbench" and self.chat:
             before, after = turn_markers(tokenizer)
@@ -163,9 +174,9 @@ def turn_markers(tokenizer: Any) -> tuple[str, str]:
 
 
 def data_hash(samples: Iterable[Sample]) -> str:
-    """Return a hash of the contents of all samples.
+    """Return a hash of the contents of all samples and of their order.
 
-    It has the form "sha256:...".
+    It is the text "sha256:" and 16 hexadecimal digits.
     """
     digest = hashlib.sha256()
     for sample in samples:

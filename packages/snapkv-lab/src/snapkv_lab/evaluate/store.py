@@ -31,6 +31,9 @@ LOST = "out of memory"
 class Store:
     """The results of one run in a folder. One process at a time adds to them.
 
+    The file of the answers is locked until the end of the `with` block in which the caller must use
+    the store. Answers that are in the folder already are read.
+
     Args:
         folder: where the results are or will be; it is made if it is missing.
         run: the description of the run. A folder with the results of another run is refused.
@@ -74,7 +77,10 @@ class Store:
         return list(self._records.values())
 
     def add(self, record: Row) -> None:
-        """Store a record. It is on the disk when this returns, unless its status is `LOST`.
+        """Store a record. It is on the disk when this returns.
+
+        A record with the status `LOST` is only kept in memory. A record with the same key is
+        replaced in `records`, but its line stays in the file.
 
         Raises:
             OutputError: the record cannot be written.
@@ -89,10 +95,11 @@ class Store:
         """Add each record as soon as it is made, and report how many of the wanted records exist.
 
         Args:
-            wanted: the keys of the whole run.
+            wanted: the keys of the whole run, for the counts in reports.
             records: makes the missing records. A record that is already stored is skipped, because
                 a conversation is always held again from its beginning.
-            on_progress: receives the sample and the method of each new record.
+            on_progress: receives an empty text at first, and then the sample and the method of
+                each new record; None for no reports.
 
         Raises:
             OutputError: a record cannot be written; those before it are stored.
@@ -107,7 +114,7 @@ class Store:
                 report(f"{record['sample']}, {record['method']}", done, len(wanted))
 
     def summarise(self, rows: Iterable[Row]) -> OutputError | None:
-        """Write the summary.
+        """Write the rows of the summary to `summary.jsonl` in the folder.
 
         Returns:
             The error if it cannot be written, so that the caller can show the rows first; else
@@ -120,7 +127,7 @@ class Store:
         return None
 
     def _require_no_other_files(self) -> None:
-        """Check that the folder does not contain other files.
+        """Check that a folder without `run.json` does not contain files of something else.
 
         Raises:
             InvalidArgumentError: it holds other files and no `run.json`.
@@ -172,16 +179,21 @@ class RunSummary:
 
     @classmethod
     def of(cls, store: Store, rows: list[Row], **more: Any) -> Self:
-        """Write the summary of a run and return it.
+        """Write the summary of a run, and return the result of the run.
 
-        `more` are the further fields of the result.
+        A summary that cannot be written is not raised, but is in the field `unwritten`.
+
+        Args:
+            store: the store with the records.
+            rows: the summary of the records.
+            more: the further fields of a subclass.
         """
         unwritten = store.summarise(rows)
         return cls(folder=store.folder, run=store.run, rows=rows, unwritten=unwritten, **more)
 
 
 def record_key(record: Row) -> Key:
-    """Return the key of a record."""
+    """Return the key of a record, which must have the fields sample, method and question."""
     sample, method, question = (str(record[name]) for name in _KEY)
     return sample, method, question
 

@@ -38,7 +38,7 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
 
     Args:
         records: the records of the run.
-        keys: the keys of the wanted answers, in order; missing ones are skipped.
+        keys: the keys of the wanted answers, in order; keys without a record are skipped.
         task: the task that was run.
     """
     by_key = {record_key(record): record for record in records}
@@ -58,6 +58,10 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
 
 
 def _row(records: list[Row], task: Task) -> Row:
+    """Return the row of one method, setting and cell, without differences and loss.
+
+    `records` are its records, answered or not; there must be at least one.
+    """
     answered = [record for record in records if record["status"] == "ok"]
     failed = [record["status"] for record in records if record["status"] != "ok"]
     spoken = {each["sample"]: each.get("conversation") for each in answered}
@@ -77,7 +81,9 @@ def _row(records: list[Row], task: Task) -> Row:
 
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
-    """Return the mean of the scores or losses, with the confidence interval and all values."""
+    """Return three fields of a row: the mean of the scores or losses, its confidence interval, and
+    the values by sample. Mean and interval are None if there are too few values.
+    """
     values = {each["sample"]: each[of] for each in records if each.get(of) is not None}
     interval = mean_interval([[(list(values.values()), None)]])
     return {
@@ -115,6 +121,8 @@ class ScoreLine:
 def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
     """Return one line per method and question, in the order of the rows.
 
+    The score of a column is the mean over its cells.
+
     Args:
         rows: the rows of `summarise`.
         axis: the key of the cells whose values are the columns.
@@ -124,6 +132,10 @@ def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
 
 
 def _score_line(rows: list[Row], axis: str) -> ScoreLine:
+    """Return the line of a table from the rows of one method and question.
+
+    The columns are the values of the cells' key `axis`.
+    """
     columns = group_rows(rows, lambda row: row["cell"][axis])
     scored = {
         value: [sample_cell(row, "score") for row in of_column if row.get("scores")]

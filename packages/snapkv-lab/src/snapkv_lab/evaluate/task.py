@@ -32,25 +32,41 @@ class Task(ABC):
     has_turns: ClassVar[bool] = False
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """Return a copy of the task with the settings that depend on the model."""
+        """Return the task with the settings that depend on the model filled in.
+
+        Most tasks have no setting that depends on it, and return themselves.
+
+        Args:
+            name: a hub id of the model, or its folder.
+            max_tokens: the number of positions of the model; None if they are not limited.
+        """
         del name, max_tokens
         return self
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A list of warnings about files that could not be read."""
+        """One message for each of the user's files that could not be read."""
         return ()
 
     @abstractmethod
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Yield all samples of the task, always in the same order."""
+        """Yield all samples of the task, always in the same order.
+
+        Raises:
+            InvalidArgumentError: a length has no room for a sample, or the data has too few.
+            MissingDependencyError: the package with the data is not installed.
+            DocumentError: a file of the user is missing or has another form.
+        """
 
     @abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
         """Return the score of an answer, which is a number between 0 and 1."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the name and the settings of the task as a dictionary for JSON."""
+        """Return the name and the settings of the task as a new dictionary for JSON.
+
+        Tuples become lists, and values that JSON does not know become strings.
+        """
         settings = json.dumps({"name": self.name, **asdict(self)}, default=str)
         plain: dict[str, Any] = json.loads(settings)
         return plain
@@ -58,17 +74,22 @@ class Task(ABC):
     def published(self, model: str) -> dict[str, dict[str, float]]:
         """Return the scores that a paper has published for the model.
 
-        They are from 0 to 1, by method and by the value of the first axis.
+        They are from 0 to 1, by method and by the value of the first axis. The dictionary is empty
+        if there are none.
         """
         del model
         return {}
 
     def require(self, **least: int) -> None:
-        """Check that each of these settings, a number or a tuple of numbers, has at least this
-        value.
+        """Check that settings of the task are not too small.
+
+        Args:
+            least: the smallest allowed value of each setting, by the name of its field. The setting
+                is an integer or a tuple of integers.
 
         Raises:
-            InvalidArgumentError: a number is smaller.
+            InvalidArgumentError: a number is smaller, or a tuple is empty.
+            InvalidTypeError: a value is not an integer.
         """
         for name, minimum in least.items():
             value = getattr(self, name)
@@ -101,13 +122,17 @@ def fit_sample(
 ) -> tuple[Sample, int] | None:
     """Find the largest sample that fits into the given number of tokens.
 
+    Each size that is tried is built and tokenized. A sample is the largest if all of its parts have
+    equal lengths; otherwise a slightly larger one may fit, too.
+
     Args:
         build: makes the sample from a number of parts.
         tokenizer: counts the tokens.
         length: the most tokens of prompt and answer together.
         least: the smallest number of parts.
         most: the largest number of parts.
-        hint: the number of parts that fitted in a similar sample.
+        hint: the number of parts that fitted in a similar sample, which makes the search faster;
+            the result has at most an eighth more parts than this, plus one.
 
     Returns:
         The sample and its number of parts, or None if not even `least` parts fit.
@@ -136,10 +161,18 @@ def fit_samples(
 ) -> Iterator[Sample]:
     """Yield the largest samples that fit into the given number of tokens.
 
-    There is one sample for each of `builds`, see `fit_sample`.
+    There is one sample for each of `builds`, in the same order, see `fit_sample`.
+
+    Args:
+        builds: functions that make similar samples; the size of each is the hint for the next.
+        tokenizer: counts the tokens.
+        length: the most tokens of prompt and answer together.
+        least: the smallest number of parts.
+        most: the largest number of parts.
+        what: what a sample with `least` parts consists of, for the error message.
 
     Raises:
-        InvalidArgumentError: the length has no room for `what`.
+        InvalidArgumentError: not even a sample with `least` parts fits.
     """
     hint = None
     for build in builds:
@@ -152,16 +185,16 @@ def fit_samples(
 
 
 def needed_tokens(sample: Sample, tokenizer: Any) -> int:
-    """Return the number of tokens in the prompt and the answer together.
+    """Return the number of tokens in the prompt and the longest allowed answer together.
 
-    The chat template is included.
+    The chat template is included if the tokenizer has one.
     """
     prompt = sample.prompt(tokenizer, "tokenizer", "visible")
     return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens
 
 
 def even_percents(count: int) -> list[int]:
-    """Return a list of evenly spaced percentages from 0 to 100.
+    """Return `count` evenly spaced whole percentages from 0 to 100, in ascending order.
 
     A single percentage is 50.
     """

@@ -13,6 +13,11 @@ from snapkv_lab.experiments.experiment import load_experiments
 
 
 def main() -> None:
+    """Run the experiment that the command line names, or list all experiments.
+
+    Raises:
+        SystemExit: there is no such experiment, or an option is wrong.
+    """
     experiments, name = load_experiments(), sys.argv[1] if len(sys.argv) > 1 else ""
     if name in experiments:
         experiments[name].main(sys.argv[2:])

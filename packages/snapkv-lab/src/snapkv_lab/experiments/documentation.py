@@ -35,9 +35,9 @@ _MODELS = ("lwm-7b", "longchat-7b", "mistral-7b", "mixtral-8x7b", "command-r-35b
 
 
 def fill_planning_table(page: str) -> str:
-    """Return the text of the page with an updated table of all models.
+    """Return the text of the page with an updated table between `BEGIN` and `END`.
 
-    It shows bytes and speed-ups.
+    The table has the bytes and the speed-ups of the paper's models.
     """
     header = ["model", "weights", "full cache", "compressed", "decoding, at most", "batch of 8"]
     lines = []
@@ -67,9 +67,12 @@ _BAR = 0.38
 
 
 def draw_overview(rows: list[Row]) -> "Figure":
-    """Draw the figure that compares the bytes and the time per token of two caches.
+    """Draw bars that compare bytes and time per token of the full cache and SnapKV.
 
-    It has bars after a short and after a long prompt.
+    There are bars after a short and after a long prompt.
+
+    Args:
+        rows: the rows of the experiment `speed`.
     """
     from matplotlib import rc_context
 

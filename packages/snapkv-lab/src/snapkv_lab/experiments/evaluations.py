@@ -84,6 +84,10 @@ COMPARISONS = {
 
 
 def _compare(name: str, context: RunContext) -> Iterator[Row]:
+    """Run a task with all methods, and store answers and rows in a folder of its own.
+
+    No row is yielded.
+    """
     folder = FOLDER if context.is_stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
     run = Run(loaded=context.loaded, template="none", task=own.task(), methods=own.methods)
@@ -92,9 +96,9 @@ def _compare(name: str, context: RunContext) -> Iterator[Row]:
 
 
 def load_comparisons() -> dict[str, Results]:
-    """Return the results of all comparisons that have been completed.
+    """Return the results of all comparisons that have been completed, by name.
 
-    They are summarised from the stored answers.
+    They are summarised again from the stored answers.
     """
     comparisons = {}
     for name, comparison in COMPARISONS.items():
@@ -115,6 +119,7 @@ _NOT_SHOWN = ("question", "ms/token")
 
 
 def _evaluation_tables(comparisons: dict[str, Results]) -> Iterator[str]:
+    """Yield for each comparison a heading, a sentence about the run, a table, and a figure."""
     for name, results in comparisons.items():
         table, title = method_table(results), COMPARISONS[name].title
         places = [place for place, each in enumerate(table.headings) if each not in _NOT_SHOWN]
@@ -131,6 +136,7 @@ def _evaluation_tables(comparisons: dict[str, Results]) -> Iterator[str]:
 
 
 def _evaluation_drawn(comparisons: dict[str, Results]) -> None:
+    """Write the summary and the figure of each comparison again."""
     for name, results in comparisons.items():
         write_rows(FOLDER / name / "summary.jsonl", results.rows)
         Path(FOLDER / f"{name}.png").write_bytes(
@@ -164,7 +170,10 @@ STUDIES: dict[str, Study] = {
 
 
 def _study(name: str, context: RunContext) -> Iterator[Row]:
-    """Yield a description of the study, followed by its rows."""
+    """Run a study, and yield a row that describes the run, followed by the rows of the study.
+
+    Numbers are rounded to four digits.
+    """
     findings = STUDIES[name].measure(
         context.loaded, Path("snapkv-results") / "studies" / name, _say
     )

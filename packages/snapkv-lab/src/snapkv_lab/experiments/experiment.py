@@ -60,27 +60,27 @@ class RunContext(SimpleNamespace):
         return load(self.model, dtype=self.dtype)
 
     def documents(self, tokens: int, count: int = 1) -> list[NeedlePrompt]:
-        """Return a list of prompts with the given number of tokens.
-
-        Each has a magic number in it.
-        """
+        """Return `count` prompts with the given number of tokens, see `prompts.make_documents`."""
         return make_documents(self.loaded.tokenizer, prompt_tokens=tokens, count=count)
 
     @property
     def is_stored(self) -> bool:
-        """Whether the results of the run are stored in the documentation.
+        """Whether the results of the run are stored in the documentation, and not only printed.
 
-        Other results are only printed.
+        They are not stored for a small run, and for a model that is not `of_model`.
         """
         return not self.small and self.of_model in (None, self.model)
 
     def prompt(self, tokens: int) -> list[int]:
-        """Return the token ids of a prompt with the given number of tokens."""
+        """Return the token ids of a prompt with the given number of tokens and a magic number."""
         return self.documents(tokens)[0].prompt_ids
 
 
 def describe_run(context: RunContext) -> Row:
-    """Return a description of the model and the machine, which is added to the rows."""
+    """Return "model" and "environment", the descriptions that are added to the rows.
+
+    This loads the model.
+    """
     return {"model": context.loaded.description(), "environment": describe_environment()}
 
 
@@ -128,7 +128,7 @@ class Experiment:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of all parts of the experiment."""
+        """The names of all parts of the experiment; empty if it has no parts."""
         return tuple(self.measure) if isinstance(self.measure, Mapping) else ()
 
     @property
@@ -142,13 +142,20 @@ class Experiment:
         return RESULTS / "tables" / f"{self.name}.md"
 
     def results(self) -> Any:
-        """Return the results that are shown on the page. By default, these are all stored rows."""
+        """Return what the page shows: the result of `load`, or else a list of all stored rows.
+
+        Without a file of rows, the list is empty.
+        """
         if self.load is not None:
             return self.load()
         return read_rows(self.rows) if self.rows.exists() else []
 
     def render(self, rows: Any) -> str:
-        """Return the contents of the page as Markdown."""
+        """Return the contents of the page as Markdown.
+
+        Args:
+            rows: what `results` returns.
+        """
         origin = f"Made by `python -m snapkv_lab.experiments {self.name}`. {self.origin(rows)}."
         if callable(self.tables):
             parts = self.tables(rows)
@@ -157,7 +164,10 @@ class Experiment:
         return "\n\n".join([f"# {self.title}", origin, *parts]) + "\n"
 
     def context(self, **parameters: Any) -> RunContext:
-        """Return the settings of a run, with default values for all missing parameters."""
+        """Return the settings of a run, with default values for all missing parameters.
+
+        The run starts now, unless `started` is given.
+        """
         small = parameters.get("small", False)
         own = {
             name: each[small] if isinstance(each, Size) else each
@@ -166,14 +176,19 @@ class Experiment:
         return RunContext(**{"parts": self.parts, "started": time.monotonic(), **own, **parameters})
 
     def measure_rows(self, context: RunContext) -> Iterator[Row]:
-        """Run the measurements of all parts and yield the rows.
+        """Run the measurements of the parts of the run, and yield the rows.
 
-        Each row is also printed to standard error.
+        Each row is also printed to standard error. Rows of cases are also stored, if the results of
+        the run are to be stored; other rows are not.
         """
         for part in context.parts or ("",):
             yield from self._measure_part(context, part)
 
     def _measure_part(self, context: RunContext, part: str) -> Iterator[Row]:
+        """Yield the rows of one part with all of their fields, and print each to standard error.
+
+        Rows of cases are stored here; other rows get the description of model and machine.
+        """
         measure = self.measure[part] if isinstance(self.measure, Mapping) else self.measure
         assert measure is not None
         if self.cases is not None:
@@ -191,7 +206,10 @@ class Experiment:
     def _measure_cases(
         self, context: RunContext, part: str, measure: Callable[..., Iterable[Row]]
     ) -> Iterator[Row]:
-        """Yield the rows of every case that has none yet, and store them case by case."""
+        """Yield the rows of every case that has none yet, and store them case by case.
+
+        They are not stored if the results of the run are only printed.
+        """
         run = ({"run": part} if part else {}) | self.describe(context)
         if context.is_stored and run not in self.results():
             self._append(run)
@@ -207,9 +225,9 @@ class Experiment:
             file.add(*rows)
 
     def remaining(self, context: RunContext, part: str) -> Iterator[Any]:
-        """Yield the cases that have not been measured yet.
+        """Yield the cases of a part that have no stored row, or all if the run stores nothing.
 
-        Another process may store some meanwhile.
+        The stored rows are read again before each case, because another process may add some.
         """
         assert self.cases is not None
         for case in self.cases(context, part):
@@ -221,7 +239,11 @@ class Experiment:
         return {self.part_key: part} if part else {}
 
     def store(self, context: RunContext) -> None:
-        """Run the measurements and store the results of each part when it is complete."""
+        """Run the measurements and store the rows of each part when it is complete.
+
+        They replace the old rows of the part. Rows of cases are stored case by case instead, and an
+        experiment with its own `load` stores its results itself.
+        """
         for part in context.parts or ("",):
             rows = list(self._measure_part(context, part))
             if self.cases is None and self.load is None:  # other rows are stored already
@@ -236,7 +258,7 @@ class Experiment:
         return self.parts.index(part) if part in self.parts else len(self.parts)
 
     def write(self) -> None:
-        """Write the page."""
+        """Write the page from the stored results. Its folder is made if it is missing."""
         self.page.parent.mkdir(parents=True, exist_ok=True)
         self.page.write_text(self.render(self.results()), encoding="utf-8")
 
@@ -245,6 +267,13 @@ class Experiment:
 
         It measures and stores the rows, draws figures, and writes the page. If the results of the
         run are not to be stored, it only prints the rows. With `--render` nothing is measured.
+
+        Args:
+            arguments: the arguments after the name of the experiment; None for those of this
+                process.
+
+        Raises:
+            SystemExit: an argument is wrong, or `prepare` ended the run.
         """
         options = vars(self._parser().parse_args(arguments))
         render = options.pop("render", False)
@@ -267,6 +296,11 @@ class Experiment:
             print(self.page.read_text(encoding="utf-8"))
 
     def _parser(self) -> argparse.ArgumentParser:
+        """Return the parser of the experiment's options.
+
+        There is an option for each parameter whose default is a number, a text, or a tuple of
+        values of one of these types. The other options depend on what the experiment can do.
+        """
         parser = argparse.ArgumentParser(
             prog=f"snapkv_lab.experiments {self.name}",
             description=f"{self.title}. It takes {self.duration}.",
@@ -299,9 +333,10 @@ class Experiment:
 
 
 def load_experiments() -> dict[str, Experiment]:
-    """Return a dictionary of all experiments by name.
+    """Import all modules of this package that declare an experiment, and return the experiments.
 
-    Without the plugin for vLLM, experiments that need it are left out.
+    They are in alphabetical order by name. Without the plugin for vLLM, experiments that need it
+    are left out.
     """
     experiments: dict[str, Experiment] = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
@@ -318,7 +353,13 @@ def load_experiments() -> dict[str, Experiment]:
 
 
 def _write_all(known: object) -> None:
-    """Write every page of tables again, and the tables that other pages show of them."""
+    """Write every page of tables again, and the tables that other pages show of them.
+
+    Pages of experiments without results are left as they are.
+
+    Raises:
+        ValueError: a page shows a line or a column that its table does not have.
+    """
     for each in load_experiments().values():
         if each.tables is not None and each.results():
             each.write()

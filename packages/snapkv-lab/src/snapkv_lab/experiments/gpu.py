@@ -54,14 +54,18 @@ def _device(context: RunContext) -> torch.device:
 
 
 def _device_name(context: RunContext) -> str:
-    """Return the name of the device, which is used to distinguish the rows of different devices."""
+    """Return the name of the device, which distinguishes the rows of different devices.
+
+    Raises:
+        SystemExit: there is no GPU, and the run is not a small one.
+    """
     return str(describe_environment(_device(context))["processor"])
 
 
 def _model(context: RunContext, shape: str) -> Any:
-    """Return the model with the given shape.
+    """Return the model with the given shape, and keep it in `context.model_held`.
 
-    Only one is held, because a second may not fit.
+    A model of another shape is dropped first, because a second may not fit.
     """
     if context.model_held is None or context.model_held[0] != shape:
         context.model_held = None
@@ -72,7 +76,7 @@ def _model(context: RunContext, shape: str) -> Any:
 
 
 def _caches(budget: int) -> dict[str, Contender]:
-    """Return a dictionary of all contenders by name."""
+    """Return all caches that are compared by name; compressed ones keep `budget` tokens."""
     snapkv, default = SnapKV(budget), default_policy(budget)
     declared = (
         ("full", FullCache(), None),
@@ -93,9 +97,9 @@ def _caches(budget: int) -> dict[str, Contender]:
 
 
 def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
-    """Measure the time that is needed to generate one token.
+    """Yield one row with the time that a cache needs per generated token.
 
-    The first three tokens are left out.
+    The first three tokens of an answer are left out of the percentiles and reported separately.
     """
     contender = _caches(context.budget)[name]
     decoder = Decoder(contender, _model(context, context.shape), batch, length)
@@ -117,7 +121,10 @@ def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[
 
 
 def _reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Measure the time that is needed to read a prompt with each cache."""
+    """Yield a row for each cache with the time that reading a prompt takes.
+
+    If the prompt is long enough, reading it layer by layer is measured, too.
+    """
     caches = _caches(context.budget)
     names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
     contenders = [caches[name] for name in names]
@@ -129,7 +136,7 @@ def _reading(context: RunContext, length: int) -> Iterator[Row]:
 
 
 def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Measure the time and the peak memory that are needed to read a very long prompt.
+    """Yield a row with the time and the peak memory of reading a very long prompt.
 
     The model has the paper's 7B multi-head shape, and the prompt is read in pieces.
     """
@@ -144,9 +151,10 @@ def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
 
 
 def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
-    """Compare the results of a small model on the GPU with the results on the CPU.
+    """Yield one row that compares a small model on the device with the same model on the CPU.
 
-    The row says how many kept tokens agree, and how much the logits differ.
+    It says which share of the kept tokens agrees in the worst head, and how much the logits differ,
+    relative to the largest logit. If at most 97 % agree, its status says so.
     """
     policy: Policy = SnapKV(context.budget)
     if name != "int4":
@@ -171,9 +179,17 @@ def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
 def _small_model(
     device: torch.device, ids: Tensor, policy: Policy, bits: str | None
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the kept tokens of every head, and the logits of a decode step.
+    """Read a prompt on a device, and return the kept tokens of every head and the logits of a step.
 
-    The tokens are padded with -1.
+    Args:
+        device: where the model reads.
+        ids: the prompt, (1, T) int64.
+        policy: what is kept.
+        bits: how keys and values are stored, such as "int4"; None for unquantized.
+
+    Returns:
+        The positions that each head of each layer keeps, (N,) int64 padded with -1, and the
+        (1, 1, V) float32 logits of a decode step. All are on the CPU.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
     model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **options)
@@ -229,7 +245,8 @@ cell, and its arguments.
 def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
     """Yield the rows of a single measurement, or a row which says that it failed.
 
-    Nothing is yielded if too little time is left for the cell.
+    Nothing is yielded if too little time is left for the cell, or if the device was lost before.
+    In both cases `context.over` is set, and all later cells are skipped.
     """
     seconds_left = 60 * context.minutes - (time.monotonic() - context.started)
     if seconds_left < cell.seconds and not context.over:
@@ -257,7 +274,10 @@ def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
 
 
 def _lost() -> str:
-    """Return why the device does not answer any more, or an empty text if it does."""
+    """Return why the device does not answer any more, or an empty text if it does.
+
+    The text is empty without CUDA, too.
+    """
     if not torch.cuda.is_available():
         return ""
     try:
@@ -269,7 +289,11 @@ def _lost() -> str:
 
 
 def _announce(own: Experiment, context: RunContext) -> None:
-    """Print what will run and about how long it takes. End the run if there is no GPU."""
+    """Print to standard error what will run and about how long it takes.
+
+    Raises:
+        SystemExit: there is no GPU, and the run is not a small one.
+    """
     lines, total = [f"{_device_name(context)}, about, in this order:"], 0.0
     for part in context.parts:
         every = list(_cells(context, part))

@@ -34,8 +34,9 @@ _WORKER = Path(__file__).with_name("kvpress_worker.py")
 class Kvpress:
     """A process with the same model, and a cache that kvpress compresses, or a full cache.
 
-    The process starts with the first question to it. `versions` are known from then on, and `last`
-    is its last answer. kvpress pools with averages and combines query heads by their mean, whatever
+    The process starts with the first request to it, and ends with the `with` block in which the
+    caller must use the object. `versions` are known from then on, and `last` is its last answer.
+    kvpress pools with averages and combines query heads by their mean, whatever
     the policy says.
 
     Args:
@@ -89,18 +90,27 @@ class Kvpress:
 
         Args:
             ids: the prompt, (B, N) int64.
+
+        Raises:
+            InvalidArgumentError: kvpress failed, or the process ended.
         """
         kept = ids.shape[1] if self._policy is None else self._policy.budget
         return float(self.ask(do="read", ids=ids.tolist(), kept_tokens=kept)["ms"])
 
     def __call__(self, tokens: int = 1) -> float:
-        """Generate tokens after the last prompt and return the time per token in milliseconds."""
+        """Generate tokens after the last prompt and return the time per token in milliseconds.
+
+        Raises:
+            InvalidArgumentError: kvpress failed, for instance without a prompt, or the process
+                ended.
+        """
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens
 
     def ask(self, **question: Any) -> Row:
-        """Send a request to the worker process and return its answer.
+        """Send a request to the worker process and return its answer, which also becomes `last`.
 
-        "do" names a method of the worker, and the other fields are its arguments.
+        "do" names a method of the worker, and the other fields are its arguments. The process is
+        started first if it does not run.
 
         Raises:
             InvalidArgumentError: the method failed, or the process ended.
@@ -117,6 +127,13 @@ class Kvpress:
         return answer
 
     def _start_process(self) -> Any:
+        """Return the process of the worker, and start it first if it does not run.
+
+        Starting writes the model into a temporary folder, from which the worker loads it.
+
+        Raises:
+            InvalidArgumentError: the worker cannot load the model.
+        """
         if self._process is None:
             # Holds what libraries print, and the reason if the process ends.
             self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 # closed at the end
@@ -131,7 +148,7 @@ class Kvpress:
         return self._process
 
     def _describe_end(self) -> str:
-        """Return a description of how the process ended."""
+        """Wait until the process has ended, and return its status and its last line of output."""
         status = self._process.wait()
         self._output.seek(0)
         lines = self._output.read().strip().splitlines() or ["nothing"]
@@ -139,6 +156,7 @@ class Kvpress:
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
+    """Return the arguments with which the worker makes its `Worker`, as values for JSON."""
     press = None
     if policy is not None:
         press = {"window_size": policy.window_size, "kernel_size": policy.kernel_size}
@@ -165,6 +183,11 @@ _FULL = {"kvpress": "kvpress full", "snapkv": "transformers"}
 
 @torch.inference_mode()
 def _measure(context: RunContext) -> Iterator[Row]:
+    """Yield rows about reading and decoding with kvpress, snapkv, and the full cache of each.
+
+    Raises:
+        InvalidArgumentError: the environment with kvpress is missing, or kvpress failed.
+    """
     model, python = context.loaded.model, context.python
     policy = SnapKV(context.budget, window_size=32, kernel_size=7, pooling="avg")  # like kvpress
     with (
@@ -197,6 +220,7 @@ def _measure(context: RunContext) -> Iterator[Row]:
 def _rows(
     benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, fields: Row
 ) -> Iterator[Row]:
+    """Let all contenders take turns, and yield a row with the times and ratios of each."""
     turns = InterleavedTimings(work, rounds=rounds)
     for name in turns:
         yield {

@@ -48,7 +48,7 @@ class Worker:
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
 
     def versions(self) -> Answer:
-        """Return the versions of the installed packages."""
+        """Return the versions of kvpress, transformers and torch by name."""
         return {
             "kvpress": version("kvpress"),
             "transformers": transformers.__version__,
@@ -56,7 +56,15 @@ class Worker:
         }
 
     def read(self, ids: list[list[int]], kept_tokens: int) -> Answer:
-        """Read a prompt into a new cache and keep the given number of tokens."""
+        """Read a prompt into a new cache and keep the given number of tokens.
+
+        Args:
+            ids: (B, T) token ids.
+            kept_tokens: how many tokens each head keeps, if the worker has a press.
+
+        Returns:
+            "ms" and "kept_tokens".
+        """
         prompt = torch.tensor(ids, device=self._device)
         press = self._make_press(prompt.shape[1], kept_tokens)
         hooks = contextlib.nullcontext() if press is None else press(self._model)
@@ -72,7 +80,14 @@ class Worker:
         return spent
 
     def decode(self, tokens: int) -> Answer:
-        """Generate greedy tokens after the last prompt, in the loop of kvpress's pipeline."""
+        """Generate greedy tokens after the last prompt, in the loop of kvpress's pipeline.
+
+        A prompt must have been read by `read`; the next call continues after these tokens.
+
+        Returns:
+            "ms", "kept_tokens" (including those that were added), and "tokens", the (B, tokens)
+            token ids.
+        """
         generated: list[Tensor] = []
 
         def work() -> None:
@@ -91,9 +106,16 @@ class Worker:
     def compress(
         self, ids: list[list[int]], press: str | None, ratio: float, bits: int | None
     ) -> Answer:
-        """Read a prompt and compress its cache with a press, or store it in a few bits.
+        """Read a prompt into a new cache, compress it with a press, and store it in a few bits.
 
-        `ratio` is the share of the tokens that the press drops.
+        Args:
+            ids: (1, T) token ids.
+            press: the name of a class of kvpress, or None to keep all tokens.
+            ratio: the share of the tokens that the press drops.
+            bits: the bits of a quantized cache, or None for an unquantized one.
+
+        Returns:
+            "held_bytes", the bytes of keys and values in the cache.
         """
         cache: Any = DynamicCache(config=self._model.config)
         if bits is not None:
@@ -112,9 +134,15 @@ class Worker:
         return {"held_bytes": sum(map(_bytes, held))}
 
     def answer(self, between: list[int], answer: list[int]) -> Answer:
-        """Compute the loss of the right answer with a copy of the cache.
+        """Feed the right answer to a copy of the cache that `compress` made.
 
-        It also returns whether each token is the most likely one.
+        Args:
+            between: token ids that are read between the prompt and the answer.
+            answer: token ids of the right answer.
+
+        Returns:
+            For each token of the answer, "likeliest", whether it is the most likely one, and
+            "losses", its negative log-likelihood in nats.
         """
         fed = torch.tensor([between + answer[:-1]], device=self._device)
         positions = torch.arange(self._seen, self._seen + fed.shape[1], device=self._device)[None]
@@ -130,14 +158,18 @@ class Worker:
         """Return a press that keeps the given number of tokens, or None if there is nothing to
         drop.
 
-        Its ratio is a little lower, so that rounding down keeps enough tokens.
+        Its ratio is a little lower than exact, because kvpress rounds the number of kept tokens
+        down.
         """
         if self._press is None or kept_tokens >= length:
             return None
         return SnapKVPress(1 - (kept_tokens + 0.5) / length, **self._press)
 
     def _measure_time(self, work: Callable[[], Any]) -> Answer:
-        """Run a function and return the time that it took, with the number of kept tokens."""
+        """Run a function, and return "ms", the time that it took, and "kept_tokens".
+
+        The latter is how many tokens the first layer of the cache has afterwards.
+        """
         self._synchronize()
         started = time.perf_counter()
         work()
@@ -159,6 +191,10 @@ def _bytes(tensor: Any) -> int:
 
 @torch.inference_mode()
 def main() -> None:
+    """Answer requests from standard input until it ends.
+
+    If a request fails, its answer has only "error", and the process continues.
+    """
     transformers.utils.logging.disable_progress_bar()
     worker: Worker | None = None
     for line in sys.stdin:

@@ -51,7 +51,10 @@ class DocumentQuestion(NamedTuple):
 
 
 def python_questions(count: int) -> list[DocumentQuestion]:
-    """Return the questions written by hand, each with its document and others in drawn order."""
+    """Return the first `count` questions written by hand, each with its document and three others.
+
+    The documents of a question are in a drawn order.
+    """
     rows, draw = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
     questions = []
@@ -66,7 +69,10 @@ def python_questions(count: int) -> list[DocumentQuestion]:
 
 
 def module_text(name: str) -> str:
-    """Return the documentation of a module of Python's standard library as a document."""
+    """Return the docstring of a module of Python's standard library as a document.
+
+    The module is imported. A line with its name comes first.
+    """
     text = inspect.getdoc(importlib.import_module(name)) or ""
     return f"Document: the module {name}\n{text.strip()}\n\n"
 
@@ -123,7 +129,10 @@ codes.
 
 
 class Shelf:
-    """The documents of one model in a folder. Each is read once for every way to store it."""
+    """The documents of one model in a folder. Each is read once for every way to store it.
+
+    `prefix` has the token ids of the text before the documents, (1, T) int64.
+    """
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
         self.loaded, self.folder = loaded, folder
@@ -131,9 +140,9 @@ class Shelf:
         self._files: dict[tuple[str, str], Path] = {}
 
     def ids(self, *texts: str) -> Tensor:
-        """Return the token ids of all texts.
+        """Return the token ids of all texts one after the other, (1, T) int64.
 
-        They are (1, T) int64.
+        Each text is tokenized by itself, without special tokens.
         """
         own = (token for text in texts for token in token_ids(self.loaded.tokenizer, text))
         return torch.tensor([list(own)])
@@ -171,7 +180,11 @@ class Shelf:
         return Part(input_ids=tensors["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, case: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
-        """Return a cache that has seen documents and question, and the logits of the next token."""
+        """Return a cache that has read documents and question, and the logits of the next token.
+
+        The logits are (1, 1, V). If the documents are not stored in the method's way yet, they are
+        read and saved first.
+        """
         model, question = self.loaded.model, self.ids(case.question)
         if method.way is None:
             cache = CompressedCache(model, method.policy)
@@ -185,7 +198,14 @@ class Shelf:
 
 @torch.inference_mode()
 def answer_question(shelf: Shelf, case: DocumentQuestion, method: JoinMethod) -> Row:
-    """Feed the right answer to a cache of the documents, and return time, loss and correctness."""
+    """Feed the right answer to a cache of the documents, and return a row about it.
+
+    Documents that are not stored yet are read and saved first, which is not timed.
+
+    Returns:
+        "seconds" until the logits of the first token, "loss" (nats per token), "right" (whether
+        each token is the most likely one), and "kept_tokens".
+    """
     for text in case.documents:
         if method.way is not None:
             shelf.file(text, method.way)
@@ -207,7 +227,13 @@ def answer_question(shelf: Shelf, case: DocumentQuestion, method: JoinMethod) ->
 def _measure_answers(
     group: str, methods: Sequence[JoinMethod], context: RunContext
 ) -> Iterator[Row]:
-    """Yield one row for each question, and one for the files of each way to store documents."""
+    """Yield one row for each question, and then one for the files of each way to store documents.
+
+    Args:
+        group: the name of the part, which all rows have.
+        methods: the methods that are compared; the first one warms up.
+        context: the run, with the number of questions.
+    """
     questions = python_questions(context.questions)
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(context.loaded, Path(folder))
@@ -264,6 +290,7 @@ _ANSWERS = {
 
 
 def _tables(rows: list[Row]) -> Iterator[str]:
+    """Yield the headings and tables of all groups, in Markdown."""
     for group, own in group_rows(rows, "group").items():
         if group == "many":
             yield from Listing(_SIZES, _TITLES[group]).parts(own)
@@ -281,7 +308,10 @@ def _tables(rows: list[Row]) -> Iterator[str]:
 
 
 def _answers(answered: Sequence[Row]) -> Iterable[Row]:
-    """Return a row for each method, with the average of all answers."""
+    """Yield a row for each method: medians of times, counts of right answers, means of the rest.
+
+    "kept" counts the right answers among the "known" ones that reading in full has right.
+    """
     right_in_full = [row for row in answered if row["answers"][_FULL.name]["right"]]
     full = [row["answers"][_FULL.name]["seconds"] for row in answered]
     for name in answered[0]["answers"]:

@@ -29,7 +29,10 @@ SEED, QUESTIONS, OPENINGS, SETTLING_SECONDS = 19, 100, 5, 3
 
 
 def rows_by_size(context: RunContext) -> Iterator[Row]:
-    """Yield a row for each size of the library."""
+    """Yield a row with times and bytes for each size of the library, in ascending order.
+
+    The sizes are `documents_added` of the run. The library is in a temporary folder.
+    """
     corpus, tokenizer = load_corpus("squad"), context.loaded.tokenizer
     model = _small_model(len(tokenizer))
     chosen = random.Random(SEED).sample(list(corpus.questions), QUESTIONS)
@@ -57,9 +60,11 @@ def rows_by_size(context: RunContext) -> Iterator[Row]:
 
 
 def _searched(folder: str, questions: Sequence[str]) -> Row:
-    """Measure the time that is needed to find a document in the library.
+    """Return the times of searches in a library, to which documents have just been added.
 
-    The first search follows the adding of documents, others use a new `Library`.
+    "first_search_seconds" is the time of the first search, which updates the index,
+    "opening_seconds" the slowest first search of a new `Library`, and the other two are
+    milliseconds of later searches.
     """
     first = _seconds(lambda: Library(folder).search(questions[0]))
     time.sleep(SETTLING_SECONDS)
@@ -75,6 +80,7 @@ def _searched(folder: str, questions: Sequence[str]) -> Row:
 
 
 def _small_model(vocabulary: int) -> Any:
+    """Return a model of one small layer with random weights, which are always the same."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=vocabulary,

@@ -22,6 +22,8 @@ Spread = dict[str, float]
 class InterleavedTimings:
     """The times of contenders that took turns, so that noise affected all of them alike.
 
+    All rounds run when the object is made. Iterating over it gives the names of the contenders.
+
     Args:
         work: a function per contender, by name. If it returns a float, that is its time in
             milliseconds; otherwise the call is timed.
@@ -46,11 +48,14 @@ class InterleavedTimings:
         return [getattr(run, clock) for run in self.runs[name]]
 
     def ms(self, name: Any, digits: int) -> Spread:
-        """Return the median of the times, with their 20th and 80th percentile."""
+        """Return the percentiles "p20", "p50" and "p80" of the times in milliseconds."""
         return percentiles(self.samples(name), digits)
 
     def ratio(self, name: Any, base: Any, clock: str = "wall_ms") -> Spread:
-        """Return the median of the ratios of pairs, with their 20th and 80th percentile."""
+        """Return the percentiles "p20", "p50" and "p80" of the ratios of `name` to `base`.
+
+        A ratio is that of the two times in the same round.
+        """
         return percentiles(pair_ratios(self.samples(name, clock), self.samples(base, clock)), 4)
 
 
@@ -63,7 +68,13 @@ def _timed(work: Callable[[], Any]) -> TimeSpent:
 def run_in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function in a new process and return its result.
 
-    This is for measurements of peak memory. Arguments and result are passed as JSON. Linux only.
+    This is for measurements of peak memory. Arguments and result are passed as JSON, so the result
+    is made of JSON's types. The function must be at the top level of a module that can be imported.
+    Linux only.
+
+    Raises:
+        CalledProcessError: the function failed. The process has printed the reason to standard
+            error.
     """
     code = (
         f"import json, {function.__module__} as module; "

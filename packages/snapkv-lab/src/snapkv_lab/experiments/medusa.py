@@ -28,7 +28,7 @@ PLAIN, MEDUSA = "plain, full cache", "Medusa, full cache"
 
 
 class Decoded(NamedTuple):
-    """The generated text and the time per token."""
+    """The token ids of a generated text, the time per token, and the bytes of the cache."""
 
     tokens: tuple[int, ...]
     ms_per_token: float
@@ -51,9 +51,9 @@ class Clock(TextStreamer):
         """Do nothing when the text ends."""
 
     def ms_per_token(self) -> float:
-        """Return the time per token in milliseconds, without the first token.
+        """Return the time per token in milliseconds, without prompt and first token.
 
-        The prompt is put first.
+        The prompt and at least two steps must have been put.
         """
         return 1000 * (self.times[-1] - self.times[1]) / sum(self.counts[2:])
 
@@ -71,9 +71,12 @@ class DraftContender(NamedTuple):
 
 
 def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftContender]:
-    """Return a list of the contenders that are shown in Figure 9 of the paper.
+    """Return the contenders of the paper's Figure 9, and plain decoding with SnapKV.
 
-    Plain decoding with SnapKV is added.
+    Args:
+        loaded: the model.
+        budget: the tokens that SnapKV keeps.
+        heads: the heads, as `load_heads` takes them.
     """
     full, kept = FullCache(), SnapKV(budget, window_size=16, kernel_size=13)
     compressed, medusa = "plain, SnapKV", Medusa(load_heads(heads, loaded.model))
@@ -86,7 +89,7 @@ def contenders(loaded: LoadedModel, budget: int, heads: str) -> list[DraftConten
 
 
 def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
-    """Yield a row for each contender and each length."""
+    """Yield a row for each contender and each length of the run, with the model in `dtype`."""
     same = str(context.loaded.model.dtype) == f"torch.{dtype}"
     loaded = context.loaded if same else load(context.model, dtype=dtype)
     everyone = contenders(loaded, context.budget, context.heads)
@@ -104,9 +107,9 @@ def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
-    """Return the token ids of a prompt with the given length.
+    """Return the token ids of a prompt of about `length` tokens, (1, T) int64.
 
-    The prompt has essays and a question about them, (1, length) int64.
+    The prompt has essays and a question about them.
     """
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
@@ -116,6 +119,7 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
 
 
 def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int) -> Decoded:
+    """Generate `tokens` tokens after a prompt with a new cache, and return text and costs."""
     settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     drafts = one.medusa and DraftMethod(name="medusa", options={"custom_generate": one.medusa})
@@ -126,10 +130,14 @@ def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int)
 
 
 def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[Decoded]]) -> None:
-    """Check that all contenders generate the same text as they would without drafts.
+    """Check that all contenders generated the same text in all rounds as without drafts.
+
+    Args:
+        everyone: the contenders.
+        runs: what each contender generated in each round, by its name.
 
     Raises:
-        AssertionError: a contender gave another text than the one it must equal.
+        AssertionError: a contender gave another text than the contender `like`.
     """
     for one in everyone:
         if {run.tokens for run in runs[one.name]} != {runs[one.like][0].tokens}:
@@ -139,6 +147,14 @@ def require_same_texts(everyone: Sequence[DraftContender], runs: dict[str, list[
 def _row(
     one: DraftContender, runs: dict[str, list[Decoded]], length: int, context: RunContext
 ) -> Row:
+    """Return the row of a contender.
+
+    Args:
+        one: the contender.
+        runs: what each contender generated in each round, by its name.
+        length: the number of prompt tokens.
+        context: the run.
+    """
     times = {name: [run.ms_per_token for run in of_name] for name, of_name in runs.items()}
     own, first, like = times[one.name], runs[one.name][0], runs[one.like][0]
     return {

@@ -37,7 +37,10 @@ class Listing:
     make_lines: Callable[[list[Row]], Iterable[Any]] = iter
 
     def parts(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield the heading and the table in Markdown format."""
+        """Yield the heading, if there is one, and the table in Markdown format.
+
+        Nothing is yielded if no row has the values of `where`.
+        """
         own = select_rows(rows, **self.where) if self.where else list(rows)
         if own:
             if self.title:
@@ -48,8 +51,13 @@ class Listing:
 def refresh_tables(text: str, tables: Path) -> str:
     """Return the text of a page with its tables copied again from the pages in a folder.
 
+    Args:
+        text: the page, with marks as the docstring of this module describes them.
+        tables: the folder of the pages of tables.
+
     Raises:
-        ValueError: a page has no such line or column, or several lines have the same keys.
+        FileNotFoundError: there is no page of a name in a mark.
+        ValueError: a page has no such section, line or column, or several lines have the same keys.
     """
 
     def anew(mark: re.Match[str]) -> str:
@@ -72,7 +80,7 @@ def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], key
         keys: how many first cells identify a line; 0 for all lines.
 
     Raises:
-        ValueError: the source has no such column or line.
+        ValueError: the source has no such column or line, or several such lines.
     """
     (header, _, *lines), (columns, _, *kept) = source, shown
     if missing := set(columns) - set(header):
@@ -86,7 +94,13 @@ def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], key
 def _find_line(
     where: str, lines: list[list[str]], places: list[int], first: list[str]
 ) -> list[str]:
-    """Return the line of the table that begins with the given cells.
+    """Return the line of the table whose first shown cells are the given ones.
+
+    Args:
+        where: the mark of the table, for the error message.
+        lines: the lines of the table.
+        places: the indices of the shown columns.
+        first: the cells that identify the line.
 
     Raises:
         ValueError: no line or several lines begin with them.

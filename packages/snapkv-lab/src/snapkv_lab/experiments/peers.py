@@ -48,9 +48,11 @@ SETTINGS = {
 
 
 def _cells(rows: list[Row]) -> Iterator[Row]:
-    """Compare each way with the first way of about as many bytes.
+    """Yield a row of the table for each measured way, which compares it with the first way.
 
-    "only" counts the parts of answers that just one of the two has right.
+    The first way is taken at the share that is nearest to the bytes that the way holds. "only"
+    counts the parts of answers that just one of the two has right. All rows must be of the same
+    setting.
     """
     by_method = group_rows(list_answers(rows), lambda row: (row["share"], row["method"]))
     setting = SETTINGS[rows[0]["setting"]]
@@ -72,9 +74,12 @@ def _cells(rows: list[Row]) -> Iterator[Row]:
 
 
 def _alone(own: Row, other: Row) -> tuple[int, int]:
-    """Count the parts of the answers that only one of the two methods has right.
+    """Count the parts of an answer that only one of two methods has right.
 
     Parts that the full cache has wrong are left out.
+
+    Returns:
+        How many only `own` has right, and how many only `other`.
     """
     parts = zip(own["right"], other["right"], own["of"]["full"]["right"], strict=True)
     known = [(mine, theirs) for mine, theirs, full in parts if full]

@@ -48,7 +48,10 @@ CODES: dict[str, Any] = {
 
 
 def _ways(counts: dict[str, int]) -> list[Ours]:
-    """Return a list of the named methods, with a number of different storages for each."""
+    """Return each named method with the first storages of `CODES`.
+
+    `counts` says by the name of the method with how many storages it is compared.
+    """
     return [
         Ours(name, POLICIES[name], bits, codes)
         for name, count in counts.items()
@@ -70,7 +73,8 @@ SETTINGS = {
 def _texts(context: RunContext, setting: str) -> Iterable[QuestionedText]:
     """Return the texts for the given setting.
 
-    In the setting "long-tailed" they are needles whose questions have a tail.
+    They are needles whose questions have a tail for "long-tailed", texts that have a right answer
+    for "hidden", and texts of all kinds for "visible".
     """
     if setting == "long-tailed":
         make, indices = TextMaker(context.loaded.tokenizer), range(FIRST, FIRST + context.rounds)

@@ -33,7 +33,11 @@ _PARTS = 240
 
 
 def _measure(context: RunContext) -> Iterator[Row]:
-    """Answer the demo's question from a compressed and from the full cache."""
+    """Answer the demo's question from a compressed and from the full cache; yield a row for each.
+
+    The compressed cache comes first. A row has the answer, the bytes that the cache holds, the
+    processor time of a decode step, and how much of each part of the text the heads keep.
+    """
     loaded = context.loaded
     ids = prompt_ids(loaded, demo_prompt(loaded.tokenizer), SETTINGS)
     for policy in (default_policy(), FullCache()):
@@ -66,7 +70,10 @@ def _processor_ms(model: Any, ids: Tensor, cache: CompressedCache) -> float:
 
 
 def _kept_shares(cache: CompressedCache, tokens: int) -> list[float]:
-    """Return which share of all heads keeps a token, the mean of each part of the text."""
+    """Return which share of all heads keeps a token, as the mean of each part of the text.
+
+    The text is the first `tokens` tokens in `_PARTS` equal parts; the shares are from 0 to 1.
+    """
     counts, heads = torch.zeros(tokens), 0
     for layer in cache.compressed_layers:
         for positions in cache.kept_positions(layer)[0]:
@@ -76,7 +83,10 @@ def _kept_shares(cache: CompressedCache, tokens: int) -> list[float]:
 
 
 def draw_picture(rows: list[Row]) -> "Figure":
-    """Draw the text as a strip, the question with its answer, and bars of bytes and time."""
+    """Draw the text as a strip, the question with its answer, and bars of bytes and time.
+
+    There must be two rows, first that of the compressed cache and then that of the full one.
+    """
     from matplotlib import rc_context
 
     kept, full = rows

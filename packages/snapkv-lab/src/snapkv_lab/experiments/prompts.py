@@ -35,22 +35,23 @@ _QUESTION = (
 
 
 class NeedlePrompt(NamedTuple):
-    """A prompt with the requested number of tokens and the right answer."""
+    """The token ids of a prompt with the requested length, and of the right answer to it."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
 
 
 def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> list[NeedlePrompt]:
-    """Return a list of long texts in which a number is hidden.
+    """Return `count` prompts of `prompt_tokens` tokens, in each of which a number is hidden.
 
-    The depth of the number differs from text to text.
+    The depth of the number differs from prompt to prompt. Equal arguments give equal prompts.
     """
     text = load_haystack().text
     return [_make_document(tokenizer, text, prompt_tokens, index) for index in range(count)]
 
 
 def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) -> NeedlePrompt:
+    """Return the prompt number `index`, whose number is after a sentence near one of `DEPTHS`."""
     draw = random.Random(f"{SEED}/{prompt_tokens}/{index}")
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
     needle = token_ids(tokenizer, _NEEDLE.format(city=city, number=number))
@@ -64,9 +65,13 @@ def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) ->
 
 
 def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> list[int]:
-    """Return a random part of the text with the given number of tokens.
+    """Return the token ids of a random part of the text with exactly `tokens` tokens.
 
     It starts at the beginning of a sentence.
+
+    Raises:
+        ValueError: the text has at most 16 characters per token that is asked for, or no sentence
+            begins after the random place.
     """
     characters = tokens * CHARACTERS_PER_TOKEN
     start = text.index(". ", draw.randrange(len(text) - 2 * characters)) + 2
@@ -76,7 +81,7 @@ def cut_stretch(tokenizer: Any, text: str, tokens: int, draw: random.Random) -> 
 
 
 class Quote(NamedTuple):
-    """The beginning of a sentence and how the sentence continues.
+    """A question that quotes the beginning of a sentence, and the tokens that continue it.
 
     `depth` is the place of the sentence, as a fraction of its document.
     """
@@ -100,6 +105,13 @@ def quoted_document(
     tokenizer: Any, text: str, *, tokens: int, questions: int = 10, answer_tokens: int = 4
 ) -> QuotedDocument:
     """Return the first tokens of a text, and questions about evenly spaced sentences in them.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        text: the text; its lines are joined.
+        tokens: the length of the document.
+        questions: how many sentences are asked about.
+        answer_tokens: how many tokens of a sentence are the answer, at most.
 
     Raises:
         ValueError: the text is too short, or has too few sentences to ask about.
@@ -140,7 +152,7 @@ def _tensor(model: Any, ids: Sequence[int]) -> Tensor:
 def read_prompt(
     model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
-    """Read a prompt with the full cache and record the last queries."""
+    """Read a prompt with the full cache, and return it with the last `recorded_queries` queries."""
     recorder = RecordingPolicy(recorded_queries=recorded_queries)
     return record_prompt(model, _tensor(model, prompt_ids), recorder)
 
@@ -154,7 +166,11 @@ def read_prompt_twice(
 
 
 def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[], None]:
-    """Return a function that generates the next token each time it is called."""
+    """Return a function that runs a decode step each time it is called.
+
+    A step reads the token that was most likely before, first the one after the prompt, into
+    `cache`. The function returns nothing.
+    """
     token: Tensor = prompt.last_logits[:, -1:].argmax(dim=-1)
 
     def step() -> None:
@@ -166,9 +182,10 @@ def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[
 
 
 def generate_greedily(model: Any, ids: Sequence[int], cache: Any, tokens: int) -> list[int]:
-    """Generate the given number of tokens after a prompt.
+    """Generate exactly `tokens` greedy tokens after a prompt, and return their ids.
 
-    The cache must be that of the prompt.
+    The cache is empty or has read a beginning of the prompt without its last token. It grows in
+    place.
     """
     generated = generate_tokens(model, _tensor(model, ids), cache, tokens)
     return generated[0, len(ids) :].tolist()

@@ -44,7 +44,11 @@ def _measure(context: RunContext) -> Iterator[Row]:
 
 
 def answer_rows(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
-    """Yield a row for each contender, each budget and each question."""
+    """Yield a row for each contender, each budget and each question.
+
+    The full cache comes first, with the budget None. A row says whether the answer is right, and
+    has seconds and bytes.
+    """
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
     for name, budget in contenders:
@@ -72,8 +76,15 @@ def answer_rows(model: Any, document: QuotedDocument, budgets: Sequence[int]) ->
 
 
 def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None) -> Ask:
-    """Read the document, and return a function that asks a question. Questions do not affect each
-    other.
+    """Read the document, and return a function that asks a question.
+
+    Questions do not affect each other, because each gets a cache of its own.
+
+    Args:
+        model: the model.
+        document: the document and its questions.
+        name: the contender, a key of `NAMES`.
+        budget: the tokens that SnapKV keeps; None for the full cache.
     """
     policy: Policy = SnapKV(budget, window_size=16, kernel_size=13) if budget else FullCache()
     ids, first = document.ids, document.quotes[0].question_ids
@@ -112,7 +123,8 @@ class _Watched(CompressedCache):
 def _turns(context: RunContext, text: str) -> Iterator[Row]:
     """Yield a row for each turn of a conversation that uses recall.
 
-    It says what the device and the host hold.
+    A row says how many bytes the device and the host hold after the turn, and how many the device
+    held at most within it.
     """
     model, (budget, new_tokens, tokens) = context.loaded.model, context.turned
     quoted = quoted_document(context.loaded.tokenizer, text, tokens=tokens, questions=5)
@@ -140,9 +152,10 @@ def _turns(context: RunContext, text: str) -> Iterator[Row]:
 
 
 def cap_bytes(row: Row) -> int:
-    """Return the maximum number of bytes that a turn may hold.
+    """Return the maximum number of bytes that the device may hold within a turn.
 
-    It is the sum of the budget, the new tokens, and one layer of all tokens.
+    They are those of the budget and the new tokens in all layers, and those of all tokens of the
+    prompt in one layer, because recall restores one layer after the other.
     """
     per_token, tokens = row["bytes_per_token"], row["budget"] + row["new_tokens"]
     staged = row["prompt_tokens"] * per_token // row["layers"]
@@ -150,6 +163,10 @@ def cap_bytes(row: Row) -> int:
 
 
 def _means(rows: list[Row]) -> Iterable[Row]:
+    """Yield the lines of the table about questions: the means of each budget and contender.
+
+    `rows` must include those of the full cache, which "of_full" is relative to.
+    """
     names, full = list(NAMES), right_share(rows, FULL, None)
     cells = group_rows(rows, lambda row: (row["budget"] or 0, names.index(row["contender"])))
     for (budget, place), own in sorted(cells.items()):
@@ -167,11 +184,15 @@ def _means(rows: list[Row]) -> Iterable[Row]:
 
 
 def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> float:
-    """Return the fraction of right answers for one contender and one budget."""
+    """Return the fraction of right answers for one contender and one budget.
+
+    There must be at least one row of them.
+    """
     return fmean(row["right"] for row in select_rows(rows, contender=contender, budget=budget))
 
 
 def _turns_table(rows: list[Row]) -> Iterator[str]:
+    """Yield the heading and the table of some turns; nothing if there are no rows."""
     shown_rows = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
     columns = {
         "turn": "{turn}",

@@ -17,7 +17,12 @@ RESULTS = ROOT / "docs" / "results" if CHECKOUT else Path("snapkv-results")
 
 
 def describe_environment(device: torch.device | None = None) -> Row:
-    """Return a description of the software and the machine, with the commit."""
+    """Return a description of the software and the machine, with the commit.
+
+    It has "commit", "changed_files" (how many files of the packages differ from the commit), and
+    the fields of `describe_device`, by default for the CPU. Without a checkout, the commit is empty
+    and no file counts as changed.
+    """
     return {
         "commit": git("rev-parse", "--short=10", "HEAD"),
         "changed_files": len(git("status", "--porcelain", "--", "packages").splitlines()),
@@ -26,7 +31,11 @@ def describe_environment(device: torch.device | None = None) -> Row:
 
 
 def git(*arguments: str) -> str:
-    """Return the output of a git command, or an empty text outside of a checkout."""
+    """Return the output of a git command in the checkout, without white space at its end.
+
+    The text is empty outside of a checkout or without git, and usually if the command fails, whose
+    status is not checked.
+    """
     if not CHECKOUT or shutil.which("git") is None:
         return ""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -34,7 +43,11 @@ def git(*arguments: str) -> str:
 
 
 def environment_line(rows: Iterable[Row]) -> str:
-    """Return a sentence about model, software and machine of the rows, with their commits."""
+    """Return a sentence about model, software and machine of the rows, with their commits.
+
+    Rows without "environment" are ignored. Rows of several machines give several parts, separated
+    by semicolons. There is no full stop at the end.
+    """
     commits: dict[str, dict[str, None]] = {}
     for row in rows:
         if "environment" in row:

@@ -41,9 +41,14 @@ DTYPE = torch.bfloat16 if _HAS_AVX512 else torch.float32
 
 
 class Engine:
-    """A vLLM engine that is run step by step.
+    """A vLLM engine in this process that is run step by step.
 
-    It has a pool of blocks. Without a budget it is stock vLLM.
+    Args:
+        context: the run, with the model and the lengths of prompts and answers.
+        budget: the tokens that the plugin keeps; None for stock vLLM.
+        blocks: the size of the cache, in blocks of `BLOCK_TOKENS` tokens in `DTYPE`.
+        cache_dtype: vLLM's `kv_cache_dtype`.
+        caches_prefixes: whether vLLM's prefix caching is on.
     """
 
     def __init__(
@@ -85,7 +90,17 @@ class Engine:
         self.core.scheduler.schedule = schedule_and_note
 
     def answers(self, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], Row]:
-        """Return greedy answers to prompts that are sent at once, and the times of the steps."""
+        """Return greedy answers to prompts that are sent at once, and the times of the steps.
+
+        Args:
+            prompts: the token ids of each prompt.
+            tokens: the length of every answer.
+
+        Returns:
+            The token ids of the answers, in the order of the prompts; and "prefill_seconds",
+            "decode_seconds", "decode_steps", and "most_running", the most requests in a step. A
+            step that reads any part of a prompt counts as prefill.
+        """
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens)
@@ -110,7 +125,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Release the memory."""
+        """Shut vLLM down and release its memory. The engine cannot be used after that."""
         self.core.shutdown()
         del self.llm, self.core
         gc.collect()
@@ -120,9 +135,16 @@ class Engine:
 def _warm_engines(
     context: RunContext, blocks: int, prompt: list[int], **more: dict[str, Any]
 ) -> Iterator[dict[str, Engine]]:
-    """Start all engines and warm them up.
+    """Start all engines, warm them up with a prompt, and close them at the end of the block.
 
-    These are stock vLLM, the plugin, and further engines by their options.
+    Args:
+        context: the run.
+        blocks: the size of each cache in blocks.
+        prompt: the token ids that each engine answers once.
+        more: the options of further engines by their names.
+
+    Yields:
+        The engines by name: "stock" for stock vLLM, "snapkv" for the plugin, and the further ones.
     """
     options = {"stock": {"budget": None}, "snapkv": {"budget": context.budget}} | more
     engines = {name: Engine(context, blocks=blocks, **own) for name, own in options.items()}
@@ -140,7 +162,7 @@ def _describe_run(context: RunContext) -> Row:
 
 
 def _reading(context: RunContext) -> Iterator[Row]:
-    """Measure the time until the first token of each prompt.
+    """Yield one row with the time until the first token of a prompt for both engines.
 
     Each prompt is sent alone, and the engines take turns.
     """
@@ -172,7 +194,7 @@ def _read(engine: Engine, prompts: list[list[int]]) -> Callable[[], object]:
 
 
 def _speed(context: RunContext) -> Iterator[Row]:
-    """Measure the time that each engine needs to answer the same requests.
+    """Yield a row for each round and engine with the time to answer the same requests at once.
 
     The engines take turns, and all pools have equally many bytes.
     """
@@ -205,9 +227,9 @@ def _speed(context: RunContext) -> Iterator[Row]:
 
 
 def _questions(context: RunContext) -> Iterator[Row]:
-    """Measure the time to answer several questions about the same text.
+    """Yield a row for each engine with the time to answer several questions about the same text.
 
-    Only the first question reads the text.
+    Only the first question reads the text, and the others find it in the prefix cache.
     """
     document = quoted_document(
         context.loaded.tokenizer,
@@ -270,7 +292,7 @@ _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "mos
 
 
 def _median_rows(rows: list[Row]) -> Iterable[Row]:
-    """Return a row for each engine, with the median of all rounds."""
+    """Yield a row for each engine with the medians of all rounds, and the first round's rest."""
     for own in group_rows(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 

@@ -27,9 +27,10 @@ _WARMUP_TOKENS = 64
 
 
 def contenders(budget: int) -> dict[str, Contender]:
-    """Return a dictionary of the three caches that are compared.
+    """Return the three caches that are compared, by label.
 
-    They are transformers' own cache, snapkv with all tokens, and SnapKV.
+    "transformers" is its own cache, "full" is snapkv with all tokens, and "snapkv" keeps `budget`
+    tokens.
     """
     caches = (
         transformers_contender("transformers"),
@@ -74,7 +75,7 @@ def _decoding(context: RunContext) -> Iterator[Row]:
 
 
 def _peaks(context: RunContext) -> Iterator[Row]:
-    """Yield a row for each cache, which is measured in its own process."""
+    """Yield a row with the peak memory of reading for each cache, measured in its own process."""
     for name in contenders(context.budget):
         yield run_in_own_process(
             peak_of_reading, context.model, name, context.peak_length, context.budget
@@ -83,7 +84,14 @@ def _peaks(context: RunContext) -> Iterator[Row]:
 
 @torch.inference_mode()
 def peak_of_reading(name: str, cache_name: str, tokens: int, budget: int) -> Row:
-    """Return the bytes that the process grows by while it reads a prompt, at the peak."""
+    """Read a prompt in this process, and return a row with the bytes that it grows by at the peak.
+
+    Args:
+        name: the model, as `snapkv ask --model` takes it.
+        cache_name: a key of `contenders`.
+        tokens: the length of the prompt.
+        budget: the tokens that SnapKV keeps.
+    """
     context = RunContext(model=name)
     model, ids = context.loaded.model, torch.tensor([context.prompt(tokens)])
     cache = contenders(budget)[cache_name].make(model, tokens)
@@ -157,9 +165,10 @@ SPEED = Experiment(
 
 @torch.inference_mode()
 def _by_default(context: RunContext) -> Iterator[Row]:
-    """Compare the default settings with the full cache.
+    """Yield a row for each length that compares the default settings with the full cache.
 
-    Each row has the time of the first token, then that of later tokens.
+    The times of the first token have names that begin with "first", and those of a later token with
+    "token".
     """
     policies = {"default": default_policy(AUTO), "full": FullCache()}
     for tokens in context.lengths:

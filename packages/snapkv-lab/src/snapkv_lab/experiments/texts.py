@@ -94,7 +94,7 @@ class TextMaker:
     def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
         """Make an essay with six needles of different kinds and a question about each.
 
-        `tail` is a text that follows every question.
+        The text has `tokens` tokens. `tail` is a text that follows every question.
         """
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -112,7 +112,10 @@ class TextMaker:
     def _hide_needles(
         self, tokens: int, needles: list[list[int]], draw: random.Random
     ) -> list[int]:
-        """Insert the needles into a stretch of an essay, after sentences and in a drawn order."""
+        """Return a stretch of an essay with the needles after sentences, in a drawn order.
+
+        It has `tokens` token ids, those of the needles included.
+        """
         own = draw.sample(needles, len(needles))
         hay = cut_stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
         ends = [
@@ -126,7 +129,10 @@ class TextMaker:
         return hay
 
     def lines(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """Return a list of numbered lines, with questions about some of them."""
+        """Make a text of numbered lines, and questions about some of them.
+
+        The text and one question together have at most `tokens` tokens.
+        """
         name = f"lines/{tokens}/{index}"
         shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
         task = Lines(**shape, cloze=True, seed=SEED + index)
@@ -143,7 +149,11 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(sample.context), cases=cases)
 
     def rag(self, documents: int, index: int, questions: int) -> QuestionedText:
-        """Make a text of paragraphs from one article of SQuAD, with questions that they answer."""
+        """Make a text of paragraphs from one article of SQuAD, with questions that they answer.
+
+        There are at most `questions` of them, and possibly none, since answers of a single token
+        are left out.
+        """
         name = f"rag/{documents}/{index}"
         draw = random.Random(f"{SEED}/{name}")
         chosen = draw.choice(_squad())
@@ -159,7 +169,10 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
     def quotes(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """Return a text and some of its sentences that must be completed."""
+        """Make a text of `tokens` tokens, with questions that quote the beginnings of sentences.
+
+        The answers are the next tokens of the sentences. Essays and Python's manual take turns.
+        """
         name = f"quotes/{tokens}/{index}"
         draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
         document, shape = None, {"tokens": tokens, "questions": questions, "answer_tokens": 8}
@@ -171,7 +184,7 @@ class TextMaker:
         return QuestionedText(name=name, ids=document.ids, cases=cases)
 
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """Return a text and its continuation, for which only the loss is measured.
+        """Make a text and its continuation, for which only the loss is measured.
 
         Essays and Python's manual take turns.
         """
@@ -181,8 +194,9 @@ class TextMaker:
         return self._make_continuation(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """Return a part of a Python file and its continuation, for which only the loss is
-        measured.
+        """Make a text of a part of a Python file, and its continuation.
+
+        Only the loss of the continuation is measured.
         """
         name = f"code/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -212,7 +226,8 @@ def _case(group: str, question_ids: Sequence[int], ids: Sequence[int]) -> TextQu
 def make_texts(context: Any, first: int) -> Iterator[QuestionedText]:
     """Yield texts of all kinds in rounds, so that a stopped run has some of every kind.
 
-    Another first index gives other texts than those that the pooling was chosen by.
+    Another first index gives other texts than those that the pooling was chosen by. A round has six
+    texts.
 
     Args:
         context: the run, with the model, `tokens` and `rounds`.
@@ -229,9 +244,9 @@ def make_texts(context: Any, first: int) -> Iterator[QuestionedText]:
 
 
 def only_answerable(texts: Iterable[QuestionedText]) -> Iterator[QuestionedText]:
-    """Yield only the texts with questions that have a right answer.
+    """Yield only the texts that have at least one question with a right answer.
 
-    Prose and code only have a loss.
+    Prose and code have only a loss, and are left out.
     """
     return (text for text in texts if any(case.parts for case in text.cases))
 
@@ -273,7 +288,10 @@ class ReadText:
         self.prompt = self._read(self._cache, context_ids)
 
     def with_question(self, question_ids: Sequence[int]) -> RecordedPrompt:
-        """Return the text followed by a question, as a single prompt."""
+        """Read a question after a copy of the cache, and return text and question as one prompt.
+
+        Without a question, return the prompt of the text alone.
+        """
         if not question_ids:
             return self.prompt
         read = self._read(copy.copy(self._cache), question_ids)
@@ -310,7 +328,10 @@ class PromptCases:
     _read_twice: dict[object, RecordedPrompt] = field(default_factory=dict)
 
     def read_for(self, policy: Policy, loaded: LoadedModel) -> RecordedPrompt:
-        """Return the prompt as the policy needs it read. A second reading is made only once."""
+        """Return the recorded prompt for a policy, read twice if the policy needs that.
+
+        A second reading is made once for all policies that need the same records, and kept.
+        """
         if not policy.needs_reconstruction_pass:
             return self.prompt
         if policy.needs not in self._read_twice:
@@ -321,7 +342,11 @@ class PromptCases:
 
 
 def make_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterator[PromptCases]:
-    """Yield a prompt for each question after its text, or one prompt for all hidden questions."""
+    """Yield the prompts that ask all questions about a text.
+
+    If the setting is "hidden", there is one prompt, the text alone, with all questions. Otherwise
+    there is one prompt for each question, the text with this question at its end.
+    """
     if setting == "hidden":
         hidden = [
             replace(each, between_ids=each.question_ids, parts=[range(len(each.answer_ids))])
@@ -345,9 +370,8 @@ def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuest
     Returns:
         "right": for every part of the answer, 1 if each of its tokens was the most likely one, else
             0.
-        "nll": negative log-likelihood (nats) per answer token after the first, or None if there is
-            only one
-        token.
+        "nll": negative log-likelihood (nats) per answer token after the first, or None if the
+            answer has only one token.
     """
     answer, between = list(case.answer_ids), list(case.between_ids)
     fed = torch.tensor([between + answer[:-1]], device=prompt.last_logits.device)
@@ -387,7 +411,7 @@ def question_rows(
     """Yield a row for each question about a text, with the answers of all methods.
 
     If the full cache has no part of an answer right, the question says nothing about other methods,
-    and they are not asked.
+    and the field "answers" of its row is empty. A question with only a loss always counts.
 
     Args:
         read: the text that was read.
@@ -413,9 +437,9 @@ def question_rows(
 
 
 def list_answers(rows: Iterable[Row]) -> list[Row]:
-    """Return a list of all answers in the rows.
+    """Return a list of copies of all answers in the rows, each with its row as the field "of".
 
-    Each answer has its row as the field "of".
+    Rows without answers are skipped.
     """
     return [{**answer, "of": row} for row in rows for answer in row.get("answers", ())]
 
@@ -428,7 +452,7 @@ class Count(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The fraction of answers that are right."""
+        """The fraction of answers that are right; 0 if there are no answers."""
         return self.right / self.of if self.of else 0.0
 
     def interval(self) -> tuple[float, float]:
@@ -452,7 +476,10 @@ class Count(NamedTuple):
 
 
 def count_right(answers: Iterable[Row]) -> Count:
-    """Count the right parts of answers, out of those that the full cache has right."""
+    """Count the right parts of answers, out of those that the full cache has right.
+
+    The answers must be those of `list_answers`.
+    """
     counted = [
         own
         for row in answers
@@ -463,6 +490,10 @@ def count_right(answers: Iterable[Row]) -> Count:
 
 
 def mean_loss_above(answers: Iterable[Row]) -> float:
-    """Return the difference between the mean loss of the answers and that of the full cache."""
+    """Return the mean difference between the loss of an answer and that of the full cache.
+
+    It is in nats per token. Answers of a single token have no loss and are left out; at least one
+    other is needed. The answers must be those of `list_answers`.
+    """
     pairs = ((row["nll"], row["of"]["full"]["nll"]) for row in answers)
     return fmean(own - full for own, full in pairs if full is not None)

@@ -127,19 +127,19 @@ class Setting(NamedTuple):
 
     @property
     def compared(self) -> list[tuple[Way, Any, float]]:
-        """A list of all ways, with the name and the value of the share for each."""
+        """A list of (way, name of the share, share): all pairs, then the unpruned ways with 1.0."""
         pairs = [(way, *share) for share in self.shares.items() for way in self.ways]
         return [*pairs, *((way, 1.0, 1.0) for way in self.unpruned)]
 
 
 def percent_of_bytes(share: float, tokens: int) -> str:
-    """Return the budget as a percentage of the bytes that the full cache has."""
+    """Return the budget as a percentage of the full cache's bytes, such as "12.5%"."""
     del tokens
     return f"{100 * share:g}%"
 
 
 def share_held(way: Ours, report: Any) -> Row:
-    """Return the fraction of the bytes that the compressed cache holds."""
+    """Return "held", the bytes of the compressed cache as a fraction of the full cache's."""
     del way
     return {"held": round(report.held_bytes / report.full_bytes, 4)}
 
@@ -161,9 +161,10 @@ class Answers:
     sizes: Callable[[Ours, Any], Row] = share_held
 
     def of(self, setting: Setting, source: PromptCases) -> Iterator[list[Row]]:
-        """Yield the answers for each way in the setting.
+        """Yield the answers of each way in the setting, in the order of `compared`.
 
-        The answers of a way are a list with one row for every case.
+        The answers of a way are a list with one row for every case, to which the name of the share
+        is added.
         """
         for way, name, share in setting.compared:
             yield [{"share": name} | row for row in self.rows(way, share, source)]
@@ -173,6 +174,14 @@ class Answers:
         """Compress the prompt in one way, and return a row for each question.
 
         Each row has the method, the size of its cache, and the fields of `texts.score_answer`.
+
+        Args:
+            way: how the prompt is compressed.
+            share: the share of the full cache that stays.
+            source: the prompt and its questions.
+
+        Raises:
+            InvalidArgumentError: the process of kvpress failed.
         """
         sizes, answers = (
             self._ours(way, share, source)
@@ -182,6 +191,11 @@ class Answers:
         return [{"method": way.name} | sizes | answer for answer in answers]
 
     def _ours(self, way: Ours, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
+        """Compress a prompt with a policy of snapkv.
+
+        Returns:
+            The fields about the size of the cache, and an iterator of a row for each question.
+        """
         policy = self.loaded.completed(way.policy(self.budget(share, source.ids.shape[1])))
         prompt = source.read_for(policy, self.loaded)
         cache = prompt.compressed(policy, quantize=way.bits)
@@ -189,6 +203,16 @@ class Answers:
         return self.sizes(way, cache.report()), rows
 
     def _theirs(self, way: Theirs, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
+        """Compress a prompt with kvpress, which must have been started.
+
+        With a press and few bits, the press keeps more tokens, so that the share of bytes is right.
+
+        Returns:
+            The share of bytes that is held, and an iterator of a row for each question.
+
+        Raises:
+            InvalidArgumentError: kvpress failed.
+        """
         assert self.theirs is not None
         kept = share
         if way.bits and way.press:
@@ -200,6 +224,7 @@ class Answers:
 
 
 def _answer(theirs: Kvpress, case: TextQuestion) -> Row:
+    """Let kvpress feed the right answer, and return the fields of `texts.score_answer`."""
     fed = {"between": list(case.between_ids), "answer": list(case.answer_ids)}
     answer = theirs.ask(do="answer", **fed)
     losses = answer["losses"][1:]
@@ -236,9 +261,11 @@ def compare_ways(
 
 
 def group_answers(rows: list[Row]) -> Iterator[Row]:
-    """Group the answers by method and setting, so that each group is a cell of the table.
+    """Group the answers by method, storage, share and setting: one group for a cell of a table.
 
-    The groups also differ by storage and share.
+    Yields:
+        "method", "codes" (None if only one storage is compared), "share", "setting", and "answers",
+        the list of the group.
     """
     names = ("method", "codes", "share", "setting")
     groups = group_rows(

@@ -56,15 +56,21 @@ class Contender:
             model: the model that reads.
             ids: the prompt, (B, T) int64.
 
+        Nothing is read before the returned function is called.
+
         Raises:
             OutOfMemoryError: the returned function raises it if the prompt does not fit.
         """
         return lambda: measure_time(lambda: self._read(model, ids)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
-        """Read a prompt and return the peak memory and the memory that the cache holds.
+        """Read a prompt into a new cache, and return the peak memory and the memory that it holds.
 
-        These are "peak_growth_bytes" and "held_bytes".
+        The keys are "peak_growth_bytes", see `peak_growth_bytes`, and "held_bytes".
+
+        Args:
+            model: the model that reads.
+            ids: the prompt, (B, T) int64, on the device whose memory is measured.
 
         Raises:
             OutOfMemoryError: the prompt does not fit.
@@ -77,7 +83,8 @@ class Contender:
     def prepared(self, model: PreTrainedModel) -> Iterator[None]:
         """Install in the model what this cache needs, and nothing else, for this block.
 
-        Caches of other contenders stay valid, and are used in blocks of their own.
+        What was installed in the model before is removed and not restored. Caches of other
+        contenders stay valid, and must be used in blocks of their own.
         """
         uninstall(model)
         with contextlib.nullcontext() if self.policy is None else install(model):
@@ -117,34 +124,45 @@ class Decoder:
 
     @property
     def read_bytes(self) -> int:
-        """The number of bytes that are read for each generated token."""
+        """The number of bytes of the cache that are read for each generated token.
+
+        For a compressed cache, the room for more tokens is not counted.
+        """
         if isinstance(self._cache, CompressedCache):
             return self._cache.report().held_bytes
         return self.held_bytes
 
     @property
     def steps(self) -> str | None:
-        """How the decode steps of a compressed cache were run.
+        """How the decode steps of a compressed cache were run, or None for another cache.
 
-        "one graph", or the reason why they were not captured.
+        The text is "one graph", or the reason why the steps were not captured.
         """
         if isinstance(self._cache, CompressedCache):
             return self._cache.report()["steps"]  # type: ignore[no-any-return]
         return None
 
     def __call__(self, tokens: int) -> float:
-        """Generate the given number of tokens, and return the time per token in milliseconds."""
+        """Generate the given number of tokens, and return the time per token in milliseconds.
+
+        The tokens stay in the cache, so the next call continues after them.
+        """
         with self._contender.prepared(self._model):
             return measure_time(lambda: self._generate(tokens)).wall_ms / tokens
 
     def first_and_gaps(self, tokens: int, **options: Any) -> tuple[float, list[float]]:
-        """Return the milliseconds of the first three tokens, and of each token after them.
+        """Generate tokens, and return the time of the first three and of each token after them.
 
-        The first tokens of a `generate` call prepare what all later steps use.
+        The first tokens of a `generate` call prepare what all later steps use. The tokens stay in
+        the cache.
 
         Args:
-            tokens: how many tokens to generate.
+            tokens: how many tokens to generate, more than three.
             options: further arguments of `generate`.
+
+        Returns:
+            The milliseconds of the first three tokens together, and a list with the milliseconds of
+            each later token.
         """
         times = [time.perf_counter()]
 
@@ -163,7 +181,7 @@ class Decoder:
 
 
 def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options: Any) -> Tensor:
-    """Generate exactly the given number of tokens after a prompt.
+    """Generate exactly the given number of greedy tokens after a prompt.
 
     Args:
         model: the model.
@@ -189,7 +207,10 @@ def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options:
 
 
 def compressed_contender(label: str, policy: Policy, *, codes: KVCodes | None = None) -> Contender:
-    """Return a contender that uses a compressed cache with the given policy."""
+    """Return a contender that uses a compressed cache with the given policy.
+
+    `codes` says how keys and values are stored; None stores them unquantized.
+    """
 
     def make(model: PreTrainedModel, prompt_tokens: int) -> Cache:
         del prompt_tokens
@@ -226,8 +247,9 @@ FULL_CACHES: dict[str, Callable[[PreTrainedModel, int], Cache]] = {
 def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, tokens: int) -> Cache:
     """Create a cache and fill it with random keys and values for the given number of tokens.
 
-    The time of a decode step depends on how many tokens are stored and not on their values. At most
-    one layer holds the whole prompt at a time.
+    The policy of a compressed cache then selects which of them stay. The time of a decode step
+    depends on how many tokens are stored and not on their values. At most one layer holds the whole
+    prompt at a time.
 
     Raises:
         UnsupportedModelError: the model's cache does not hold keys and values per head.
@@ -247,7 +269,10 @@ def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, toke
 def _end_prompt(
     cache: CompressedCache, layer: CompressedLayer, model: PreTrainedModel, tokens: int
 ) -> None:
-    """Let the policy select what to keep in one layer, as the wrapped attention does."""
+    """Let the policy select what to keep in one layer, as the wrapped attention does.
+
+    The queries that it sees are random. Changes the layer in place.
+    """
     queries = _random_states(
         model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query"
     )
@@ -271,7 +296,8 @@ def _random_states(model: PreTrainedModel, batch: int, tokens: int, kind: str) -
     """Return a tensor with random queries or keys for one layer of the model.
 
     Returns:
-        (B, Hq, N, D), or (B, Hkv, N, D) for the kind "key".
+        (B, Hq, N, D) for the kind "query", or (B, Hkv, N, D) for the kind "key", on the device and
+        in the dtype of the model.
 
     Raises:
         UnsupportedModelError: the model has latent attention.

@@ -24,9 +24,9 @@ MOST_REQUESTS = 256
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Return the number of bytes per second that can be read and written on the device.
+    """Return how many bytes per second the device reads and writes, both counted together.
 
-    It is the best of several large copies.
+    It is the best of several large copies, which take 4 GiB on a GPU and 512 MiB elsewhere.
     """
     size = _COPIED_BYTES.get(device.type, 2**28)
     source = torch.ones(size, dtype=torch.uint8, device=device)
@@ -36,7 +36,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_second: float) -> float:
-    """Return the time in milliseconds that is needed to read all weights and the cache once.
+    """Return the milliseconds that reading all weights and `cache_bytes` once takes at least.
 
     Only one row of the embedding is read, unless the output projection shares its matrix.
     """
@@ -67,6 +67,7 @@ class DecodeBench(Bench):
         Raises:
             InvalidArgumentError: a number is too small, or the rounds need more than `ROOM_TOKENS`
                 tokens.
+            InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
         require_int("tokens", self.tokens, minimum=1)
@@ -84,6 +85,10 @@ class DecodeBench(Bench):
             yield from self._cell(batch, length)
 
     def _cell(self, batch: int, length: int) -> Iterator[Row]:
+        """Yield a row for each contender at one batch size and length.
+
+        Contenders that do not fit come first.
+        """
         decoders: dict[str, Decoder] = {}
 
         def ready(contender: Contender) -> Timed:
@@ -125,7 +130,8 @@ def throughput(
         rounds: how many rounds are measured.
 
     Yields:
-        One row per length and cache. A batch is never larger than `MOST_REQUESTS`.
+        One row per length and cache. A batch is never larger than `MOST_REQUESTS`. If not even one
+        row fits, the batch is 0 and the status is "out of memory".
     """
     free_bytes = memory_bytes - weights_bytes(model)
     for length, contender in itertools.product(lengths, contenders):

@@ -11,7 +11,7 @@ import snapkv
 
 
 def software_versions() -> dict[str, Any]:
-    """Return the versions of the installed packages."""
+    """Return the versions of snapkv, torch, transformers and Python by name."""
     return {
         "snapkv": snapkv.__version__,
         "torch": torch.__version__,
@@ -21,7 +21,11 @@ def software_versions() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return a description of the device and the versions of the software."""
+    """Return a description of the device and the versions of the software.
+
+    It has "processor" (the name of the GPU or of the CPU) and "threads"; for CUDA also
+    "memory_bytes", "capability" and "cuda".
+    """
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else processor_name()
     described = software_versions() | {"processor": name, "threads": torch.get_num_threads()}

@@ -19,7 +19,8 @@ live tensors.
 def cache_bytes(cache: Cache) -> int:
     """Return the total number of bytes that are held by the layers of a cache.
 
-    Shared storage is counted once.
+    The whole storage behind a tensor is counted, even if the tensor is a view of a part, and shared
+    storage is counted once.
     """
     sizes: dict[int, int] = {}
     for layer in cache.layers:
@@ -52,7 +53,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """Run a function and return the maximum number of bytes that it uses.
+    """Run a function and return the maximum number of bytes that are held while it runs.
 
     Bytes that were held before are not counted. On CUDA the allocator's tensors are counted.
     Elsewhere the memory of the whole process is counted, which needs Linux. There the work should
@@ -71,6 +72,6 @@ def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status`` in bytes; the file counts KiB."""
+    """Return a memory field of ``/proc/self/status``, such as "VmRSS", in bytes. Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

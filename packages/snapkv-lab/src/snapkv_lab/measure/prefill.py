@@ -24,7 +24,10 @@ class PrefillBench(Bench):
     """
 
     def times(self) -> Iterator[Row]:
-        """Yield a row with the time to read the prompt, for each batch size, length and cache."""
+        """Yield a row with the time to read the prompt, for each batch size, length and cache.
+
+        A cache that does not fit has a row with the status "out of memory".
+        """
         for batch, length in itertools.product(self.batches, sorted(self.lengths)):
             yield from self._race(
                 partial(self._row, "prefill", batch=batch, length=length),
@@ -36,7 +39,8 @@ class PrefillBench(Bench):
     def peaks(self) -> Iterator[Row]:
         """Yield a row with the peak memory, for each batch size, length and cache.
 
-        If a cache does not fit, longer prompts are not tried with it.
+        A cache that does not fit has a row with the status "out of memory". Longer prompts of the
+        same batch size are then not tried with it, and get the same status.
         """
         full: set[tuple[str, int]] = set()
         self._load_weights()

@@ -21,10 +21,12 @@ def random_model(
     layers: int | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Create a model with random weights and the given shape.
+    """Create a model with random weights and the given shape, in evaluation mode.
+
+    This seeds torch's random generator with 0, so equal arguments give equal weights.
 
     Args:
-        shape: the name of the shape.
+        shape: the name of the shape, a key of `SHAPES`.
         device: where the model is made.
         dtype: the type of its weights.
         layers: the number of layers; None for that of the shape.
@@ -46,7 +48,7 @@ def random_model(
 
 
 def shape_config(shape: str, layers: int | None = None) -> Any:
-    """Return the configuration of a model with the given shape.
+    """Return the configuration of a model with the given shape, and with `layers` layers if given.
 
     Raises:
         InvalidArgumentError: the shape is not known.

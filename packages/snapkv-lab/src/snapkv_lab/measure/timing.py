@@ -35,7 +35,7 @@ def measure_time(work: Callable[[], Any]) -> TimeSpent:
 def run_alternating(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
 ) -> dict[str, list[T]]:
-    """Run all functions in each round, in a different order each time.
+    """Run all functions in each round, in another order from round to round.
 
     Noise of the machine then affects all of them alike, and the times of one round make a pair. In
     a cycle of rounds each contender also runs after each other one equally often, so that what a
@@ -53,7 +53,7 @@ def run_alternating(
 
 
 def _order(count: int, index: int) -> list[int]:
-    """Return the order in which the contenders are run in the given round.
+    """Return the order in which the contenders are run in round `index`, as their numbers.
 
     It is 0, 1, -1, 2, -2, ... shifted by `index`. If `count` is odd, only two cycles of rounds are
     balanced; the second cycle is reversed.
@@ -64,20 +64,23 @@ def _order(count: int, index: int) -> list[int]:
 
 
 def pair_ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Return a list with the ratio of each pair of times."""
+    """Return each time divided by the base time of the same round.
+
+    Both lists must have the same length.
+    """
     return [one / other for one, other in zip(times, base, strict=True)]
 
 
 def percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
-    """Return the 20th, 50th and 80th percentile of the values.
+    """Return the 20th, 50th and 80th percentile of at least two values.
 
-    The keys are "p20", "p50" and "p80".
+    The keys are "p20", "p50" and "p80". The percentiles are rounded to `digits` digits.
     """
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}
 
 
 def synchronize() -> None:
-    """Wait until a CUDA device has finished its work, if there is one."""
+    """Wait until the current CUDA device has finished its work. Without CUDA, do nothing."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -108,12 +108,15 @@ class Medusa:
     ) -> Tensor:
         """Generate text after a prompt. This method is called by `generate`.
 
+        The cache gets all tokens of the text except the last, and `tally` is replaced.
+
         Returns:
             (1, T + new tokens) int64, the prompt and the text.
 
         Raises:
-            InvalidArgumentError: there are several sequences, padding or beams, or an output is
-                wanted that only plain decoding gives.
+            InvalidArgumentError: there are several sequences, padding, beams or no token ids, an
+                output is wanted that only plain decoding gives, an option of the cache does not
+                work with drafts, or the call is inside a `SharedReading`.
             CacheMismatchError: the cache is not a `CompressedCache`, or has seen the whole prompt.
             UnsupportedModelError: a layer of the cache cannot remove tokens.
         """
@@ -144,7 +147,10 @@ class Medusa:
         return text
 
     def _steps(self, request: GenerateRequest, stopping_criteria: Any) -> Iterator[Tensor]:
-        """Yield the new tokens of each step until the text ends."""
+        """Yield the new tokens of each step, (N,) int64, until the text ends.
+
+        The first step gives one token and verifies nothing.
+        """
         self.tally = tally = Tally()
         with fast_few_rows(request.model), record_last_states(request.model) as states:
             candidates = _Candidates(request, self, states)
@@ -168,7 +174,7 @@ class Medusa:
     def accept(
         self, tree: CandidateTree, tokens: Tensor, logits: Tensor, *, samples: bool
     ) -> list[int]:
-        """Return a list of the nodes in the tree that are accepted.
+        """Return the nodes on the path of the tree that is accepted.
 
         Args:
             tree: the candidates.
@@ -177,7 +183,7 @@ class Medusa:
             samples: whether `generate` samples.
 
         Returns:
-            The nodes, root first.
+            The nodes, root first. If no draft is accepted, it is the root alone.
         """
         if not samples:
             return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
@@ -200,12 +206,14 @@ class _Candidates:
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        """Read the prompt and return the logits for the first token.
+        """Read the prompt and return the logits for the first token. It must be called first.
 
         Returns:
-            (V,).
+            (V,), before the logits processors.
 
         Raises:
+            CacheMismatchError: the cache has seen the whole prompt.
+            UnsupportedModelError: a layer of the cache cannot remove tokens.
             InvalidArgumentError: the last state of the model was not recorded, inside a
                 `SharedReading`.
         """
@@ -220,9 +228,12 @@ class _Candidates:
     def verify(self, text: Tensor, most_drafts: int) -> tuple[list[int], int]:
         """Draft several tokens and verify them with a single forward pass.
 
+        Afterwards the cache stores all candidates. The caller must call `keep` before the next
+        step.
+
         Args:
-            text: (N,), whose last token the cache has not seen.
-            most_drafts: how many positions ahead may be drafted.
+            text: (N,) int64, whose last token the cache has not seen.
+            most_drafts: how many positions ahead may be drafted; 0 drafts nothing.
 
         Returns:
             The accepted drafts and the token that the model chooses after them; the number of
@@ -244,12 +255,14 @@ class _Candidates:
     def keep(self, tokens: int) -> None:
         """Remove from the cache all tokens of the last pass that are not in the text.
 
-        `tokens` is how many tokens of the last step the text got.
+        Args:
+            tokens: how many of the tokens that `verify` returned last are now in the text, at least
+                1.
         """
         self._request.cache.keep_among_last(self._nodes, torch.tensor(self._path[:tokens]))
 
     def _candidates(self, text: Tensor, tree: CandidateTree) -> Tensor:
-        """Return the token in each node of the tree.
+        """Draft the token in each node of the tree with the heads.
 
         Returns:
             (nodes,) int64; the root has the text's last token.
@@ -261,7 +274,12 @@ class _Candidates:
         return flat[tree.picks.to(text.device)]
 
     def _read(self, tokens: Tensor, tree: CandidateTree, seen_tokens: int) -> Tensor:
-        """Return the logits of the model after each node of the tree.
+        """Read all nodes into the cache in one pass, and return the logits after each of them.
+
+        Args:
+            tokens: (nodes,) int64, the token in every node.
+            tree: the tree.
+            seen_tokens: the position of the root in the text.
 
         Returns:
             (nodes, V).
@@ -285,7 +303,10 @@ class _Candidates:
     ) -> Tensor:
         """Return the logits after they have been changed by the logits processors.
 
-        The processors see the text and the path to every node.
+        For every node, the processors see the text with the path to this node.
+
+        Returns:
+            (nodes, V) float32.
         """
         rows = []
         for node, seen in enumerate(tree.visible):

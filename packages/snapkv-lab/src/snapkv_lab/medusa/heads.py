@@ -85,9 +85,10 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def untrained(cls, model: Any, num_heads: int) -> "MedusaHeads":
-        """Create heads that have not been trained, whose weights are all zeros.
+        """Create heads that have not been trained, whose weights are all zeros in float32.
 
-        They draft the token that the model itself would choose next.
+        They have one layer each and share the model's output projection. They draft the token that
+        the model itself would choose next.
         """
         shared = output_projection(model)
         d, device = shared.weight.shape[1], device_of(shared)
@@ -137,10 +138,10 @@ class MedusaHeads(nn.Module):
         """Return the most likely tokens of each head.
 
         Args:
-            hidden: (..., d).
+            hidden: (..., d), as `record_last_states` records them.
 
         Returns:
-            (..., heads, `HEAD_RANKS`) int64.
+            (..., heads, `HEAD_RANKS`) int64, the most likely first.
         """
         best: Tensor = self(hidden).topk(HEAD_RANKS, dim=-1).indices
         return best
@@ -149,7 +150,8 @@ class MedusaHeads(nn.Module):
 class LastStates:
     """The last states of the model, which are the input of its output projection.
 
-    `value` is (B, N, d) for the N tokens with logits.
+    `value` is (B, N, d) for the N tokens with logits of the latest forward pass. It does not exist
+    before the first pass.
     """
 
     value: Tensor
@@ -159,7 +161,10 @@ class LastStates:
 def record_last_states(model: Any) -> Iterator[LastStates]:
     """Record the input of the output projection within this block.
 
-    Only forward passes of this thread are recorded.
+    Each forward pass of this thread replaces `value` of the yielded object.
+
+    Raises:
+        UnsupportedModelError: the model has no output projection.
     """
     last = LastStates()
     with noting_inputs(output_projection(model), lambda states: setattr(last, "value", states)):
@@ -188,8 +193,9 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
         model: the model that the heads were trained for.
 
     Raises:
-        InvalidArgumentError: the folder is missing, a file is damaged or contains more than
-            tensors, keys are missing or unknown, or the heads have the shape of another model.
+        InvalidArgumentError: the folder is missing or cannot be downloaded, a file is missing, is
+            damaged or contains more than tensors, keys are missing or unknown, or the heads have
+            the shape of another model.
         UnsupportedModelError: the model has no output projection.
     """
     folder = _folder(source)
@@ -219,7 +225,8 @@ def load_heads(source: str, model: Any) -> MedusaHeads:
 def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: Any) -> None:
     """Save heads that share the output projection of the model.
 
-    They are written in bfloat16, and each file is written completely or not at all.
+    The `projections` of heads that have their own are not saved. Weights are written in bfloat16,
+    and each file is written completely or not at all.
 
     Args:
         heads: the heads; `load_heads` reads them back.
@@ -254,7 +261,12 @@ def write_tensors(
 ) -> None:
     """Write a dictionary of tensors to a safetensors file.
 
-    An existing file is replaced, completely or not at all.
+    An existing file is replaced, completely or not at all. The folder must exist.
+
+    Args:
+        tensors: the tensors by name.
+        path: the file.
+        notes: further metadata of the file.
 
     Raises:
         OutputError: the file cannot be written.
@@ -270,10 +282,10 @@ def write_tensors(
 def _folder(source: str) -> Path:
     """Return the path of the folder that contains the heads.
 
-    It is downloaded if `source` is a hub id.
+    It is downloaded into the cache of the hub if `source` is a hub id.
 
     Raises:
-        InvalidArgumentError: there is no such folder.
+        InvalidArgumentError: there is no such folder, or it cannot be downloaded.
     """
     if source == DEMO:
         return Path(__file__).parent / "demo_heads"
@@ -325,6 +337,9 @@ def _count(config: dict[str, Any], name: str, folder: Path) -> int:
 def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
     """Load the tensors from the folder and return them with the path of the file.
 
+    The tensors are on the CPU. A pickle may contain something else than a dictionary, which the
+    caller must check.
+
     Raises:
         InvalidArgumentError: there is no file, or it is damaged or contains more than tensors.
     """
@@ -347,7 +362,15 @@ def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
 def _require_tensors(
     tensors: Any, heads: int, layers: int, own: bool, model: Any, path: Path
 ) -> None:
-    """Check that all tensors exist and have the right shape.
+    """Check that a file contains exactly the tensors of the heads, in the right shapes.
+
+    Args:
+        tensors: the tensors by name, or what else a pickle contained.
+        heads: the number of heads.
+        layers: the number of layers of each head.
+        own: whether each head has its own vocabulary matrix.
+        model: the model that the heads are for.
+        path: the file, for the error message.
 
     Raises:
         InvalidArgumentError: a tensor is missing, unknown or of another shape.

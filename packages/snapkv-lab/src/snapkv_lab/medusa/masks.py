@@ -26,7 +26,7 @@ class TreeBranches(Branches):
         """Return the mask for a call. Layers that got the same mask share the result.
 
         Raises:
-            UnsupportedModelError: the attention is neither sdpa nor eager.
+            UnsupportedModelError: the attention is neither sdpa nor eager, or its mask is not 4-D.
         """
         slots = call.key.shape[2]
         key = (id(call.mask), slots, call.query.device)
@@ -37,10 +37,11 @@ class TreeBranches(Branches):
 
 
 def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, slots: int) -> Any:
-    """Return the mask for a tree of candidates, made from the mask for as many tokens in a row.
+    """Return the mask for a tree of candidates, made from the mask for a sequence of Q tokens.
 
-    A candidate stands at its depth in the text. Of the past and of its ancestors it sees what the
-    token in that position would see, so sliding windows and hidden padding stay as they are.
+    The position of a candidate is that of the root plus its depth. A candidate sees the past and
+    its ancestors, as far as a token in that position sees them, so sliding windows and hidden
+    padding stay as they are. It does not see other candidates.
 
     Args:
         implementation: name of the wrapped attention, such as "sdpa".
@@ -49,8 +50,12 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
         query: (B, Hq, Q, D), the queries of the candidates.
         slots: columns of the mask; the candidates are the last ones.
 
+    Returns:
+        A new mask with the shape and the dtype of `mask`, or for None, of the mask that `mask`
+        stands for.
+
     Raises:
-        UnsupportedModelError: the attention is neither sdpa nor eager.
+        UnsupportedModelError: the attention is neither sdpa nor eager, or its mask is not 4-D.
     """
     if not (implementation in ("sdpa", "eager") and (mask is None or mask.ndim == 4)):
         raise wrong(

@@ -70,8 +70,12 @@ def train_heads(
         plan: the settings of the training.
         progress: receives the progress.
 
+    Returns:
+        The heads, with their measured accuracies.
+
     Raises:
         InvalidArgumentError: the documents are too short, or the folder holds another training.
+        UnsupportedModelError: the model has no output projection.
         OutputError: a file cannot be written.
     """
     prompts = _make_prompts(loaded.tokenizer, texts, plan)
@@ -112,7 +116,16 @@ def generate_answers(
     store: Store,
     progress: Progress,
 ) -> list[Exchange]:
-    """Return the model's answers to all prompts, and generate those that the store lacks."""
+    """Return the model's answers to all prompts, and generate those that the store lacks.
+
+    New answers are added to the store batch by batch.
+
+    Returns:
+        One exchange for each prompt, in their order.
+
+    Raises:
+        OutputError: an answer cannot be stored; those of the batches before it are.
+    """
     keys = [(str(number), "medusa", "answer") for number in range(len(prompts))]
     missing = [place for place, each in enumerate(keys) if each not in store]
     for start in range(0, len(missing), plan.batch):
@@ -128,12 +141,13 @@ def generate_answers(
 def _make_prompts(
     tokenizer: Any, texts: Sequence[str], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """Split the texts into passages and return a prompt with a question about each.
+    """Split the texts into passages, and return the token ids of a prompt about each of some.
 
-    The passages are shuffled.
+    The passages are shuffled and the first `plan.answers` are taken. The rest of a text that does
+    not fill a passage is left out.
 
     Raises:
-        InvalidArgumentError: the texts have too few passages.
+        InvalidArgumentError: the texts have fewer than `plan.answers` passages.
     """
     passages, length = [], plan.passage_tokens
     for text in texts:
@@ -154,7 +168,10 @@ def _make_prompts(
 def _generate_batch(
     loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """Return the model's greedy answers to left-padded prompts, with their end tokens."""
+    """Return the token ids of the model's greedy answers to the prompts, in their order.
+
+    An answer ends with its end token, or has `plan.max_new_tokens` tokens.
+    """
     model, longest = loaded.model, max(map(len, prompts))
     settings = GenerationSettings(max_new_tokens=plan.max_new_tokens)
     ends = end_token_ids(model, settings)
@@ -172,7 +189,14 @@ def _generate_batch(
 
 
 class _States:
-    """The hidden states of the model when it reads its own answers."""
+    """The hidden states of the model when it reads its own answers.
+
+    They are computed when they are asked for, and kept in memory up to `HELD_BYTES`.
+
+    Attributes:
+        model: the model.
+        tokens: (T,) int64, the different tokens of all answers in ascending order.
+    """
 
     def __init__(self, model: Any, exchanges: Sequence[Exchange]) -> None:
         self.model, self._exchanges = model, exchanges
@@ -183,10 +207,10 @@ class _States:
 
     @torch.no_grad()
     def states_before(self, place: int) -> Tensor:
-        """Return the hidden states before each token of an answer.
+        """Return the hidden states from which the model predicts each token of an answer.
 
         Returns:
-            (N, d), as in the generation of the answer.
+            (N, d) float32 for the N tokens of the answer number `place`.
         """
         if place in self._held:
             return self._held[place]
@@ -206,7 +230,8 @@ class _States:
         The state before token i predicts that token, and head k predicts the token k + 1 after it.
 
         Returns:
-            (N, d) states and (N, heads) int64 labels, which are -100 after the end of an answer.
+            (N, d) float32 states and (N, heads) int64 labels, which are -100 after the end of an
+            answer. N is the number of tokens in all of these answers together.
         """
         states, labels = [], []
         for place in places:
@@ -235,7 +260,13 @@ class _Training:
         self._total = plan.epochs * math.ceil(len(places) / plan.step_answers)
 
     def run(self, progress: Progress) -> MedusaHeads:
-        """Run the remaining training steps and return the heads."""
+        """Run the training steps after the saved one, and return the heads without gradients.
+
+        The state is saved every `STEPS_PER_SAVE` steps and after the last one.
+
+        Raises:
+            OutputError: the state cannot be written.
+        """
         start = self._resume()
         for step, batch in enumerate(self._batches()):
             if step < start:
@@ -247,6 +278,10 @@ class _Training:
         return self._heads.requires_grad_(False)
 
     def _batches(self) -> Iterator[list[int]]:
+        """Yield the numbers of the answers for each step of all epochs.
+
+        Equal plans give equal batches, so that a stopped training can skip those that are done.
+        """
         for epoch in range(self._plan.epochs):
             generator = torch.Generator().manual_seed(self._plan.seed + epoch)
             order = torch.randperm(len(self._places), generator=generator)
@@ -254,6 +289,13 @@ class _Training:
                 yield [self._places[at] for at in batch.tolist()]
 
     def _learn(self, step: int, batch: list[int]) -> None:
+        """Run one training step, which changes the heads and the optimizer in place.
+
+        Args:
+            step: the number of the step, from 0, which decides the learning rate and the random
+                tokens of the loss.
+            batch: the numbers of the answers to learn from.
+        """
         hidden, labels = self._states.pairs(batch, self._plan.num_heads)
         tokens = self._tokens(step)
         place = torch.full((int(tokens.max()) + 1,), _NO_LABEL, device=tokens.device)
@@ -273,7 +315,7 @@ class _Training:
         self._optimizer.step()
 
     def _rate(self, step: int) -> float:
-        """Return the factor of the learning rate for the given step.
+        """Return the factor of the learning rate for the given step, which counts from 0.
 
         It rises over the first tenth of the steps, and then falls as a cosine.
         """
@@ -283,10 +325,12 @@ class _Training:
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self._total - warm)))
 
     def _tokens(self, step: int) -> Tensor:
-        """Return the tokens that are used to compute the loss of the given step.
+        """Return the tokens over which the loss of the given step is computed.
+
+        They are the tokens of all answers and `OTHER_TOKENS` random ones.
 
         Returns:
-            (T,) int64.
+            (T,) int64, different and in ascending order.
         """
         seen, V = self._states.tokens, output_projection(self._states.model).weight.shape[0]
         generator = torch.Generator().manual_seed(self._plan.seed + step)
@@ -295,6 +339,11 @@ class _Training:
         return tokens
 
     def _save(self, step: int) -> None:
+        """Save the state after `step` steps.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
         tensors = {name: tensor.detach() for name, tensor in self._learning.items()}
         for name, parameter in self._learning.items():
             for kind, value in self._optimizer.state[parameter].items():
@@ -302,6 +351,11 @@ class _Training:
         write_tensors(tensors, self._path, {"step": str(step)})
 
     def _resume(self) -> int:
+        """Load the saved state of heads and optimizer, if there is one.
+
+        Returns:
+            The number of steps that are done; 0 without a saved state.
+        """
         if not self._path.exists():
             return 0
         with safe_open(self._path, framework="pt") as file:
@@ -323,7 +377,8 @@ def measure_accuracies(
     """Measure the accuracy of each head on the given answers.
 
     Returns:
-        For each head, how often its choice of each rank up to `HEAD_RANKS` is right.
+        For each head, the share of tokens for which its choice of each rank is right, from 0 to 1,
+        for `HEAD_RANKS` ranks. All shares are 0 if the answers are too short for the head.
     """
     hits = heads.weights.new_zeros(heads.num_heads, HEAD_RANKS, dtype=torch.float32)
     counted = hits.new_zeros(heads.num_heads, 1)

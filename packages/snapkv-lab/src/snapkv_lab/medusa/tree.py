@@ -75,7 +75,7 @@ class CandidateTree:
 
     @classmethod
     def chain(cls, depth: int) -> "CandidateTree":
-        """Create a tree that consists of a single path with the most likely tokens."""
+        """Create a tree with a single path, which takes the most likely token of `depth` heads."""
         return cls(tuple((0,) * length for length in range(1, depth + 1)))
 
     @classmethod
@@ -84,7 +84,8 @@ class CandidateTree:
 
         Args:
             accuracies: for each head, how often its choice of each rank is right.
-            nodes: the number of nodes below the root.
+            nodes: the number of nodes below the root. There are fewer if the heads have not enough
+                choices.
         """
         chosen: list[Path] = []
         waiting: list[tuple[float, Path]] = [
@@ -101,17 +102,20 @@ class CandidateTree:
 
     @functools.lru_cache  # noqa: B019 # trees are few and small
     def pruned(self, depth: int) -> "CandidateTree":
-        """Return a copy of the tree without the paths that are longer than the given depth."""
+        """Return a copy of the tree without the paths that are longer than the given depth.
+
+        Equal calls return the same object.
+        """
         return CandidateTree(tuple(path for path in self.choices if len(path) <= depth))
 
     @property
     def depth(self) -> int:
-        """The length of the longest path."""
+        """The length of the longest path, which is the most tokens that are drafted ahead."""
         return max(map(len, self.choices), default=0)
 
     @property
     def is_chain(self) -> bool:
-        """Whether no two candidates compete for the same position."""
+        """Whether no two candidates compete for the same position, as in a tree without drafts."""
         return len(self.choices) == self.depth
 
     @functools.cached_property
@@ -176,7 +180,8 @@ def accept_greedily(paths: Tensor, tokens: Tensor, chosen: Tensor) -> list[int]:
         chosen: (nodes,) int64, the token that the model chooses after every node.
 
     Returns:
-        The accepted nodes, root first. Of paths with equal length, the first one counts.
+        The accepted nodes, root first; the root alone if no draft is right. Of paths with equal
+        length, the first one counts.
     """
     lengths = _accepted(paths, tokens[paths[:, 1:]] == chosen[paths[:, :-1]])
     return _nodes(paths, lengths, int(lengths.argmax()))
@@ -203,7 +208,8 @@ def accept_typically(
         delta: the factor on the bound if the model is unsure.
 
     Returns:
-        The accepted nodes, root first. Of paths with equal length, the most likely one counts.
+        The accepted nodes, root first; the root alone if no draft is plausible. Of paths with equal
+        length, the most likely one counts.
     """
     above, below = paths[:, :-1], paths[:, 1:]
     entropy = torch.special.entr(probabilities).sum(dim=-1)
@@ -218,7 +224,11 @@ def accept_typically(
 
 
 def _accepted(paths: Tensor, fits: Tensor) -> Tensor:
-    """Return the number of tokens that are accepted on each path.
+    """Return the number of tokens that are accepted on each path, without the root.
+
+    Args:
+        paths: as for `accept_greedily`.
+        fits: (leaves, depth) bool, whether the token in each node below the root may be accepted.
 
     Returns:
         (leaves,) int64: how many candidates fit, up to the first that does not.

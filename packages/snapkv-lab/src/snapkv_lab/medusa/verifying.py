@@ -40,9 +40,9 @@ class Tally:
 
     @property
     def acceptance_length(self) -> float:
-        """The average number of tokens that are generated in each forward pass.
+        """The average number of tokens that are generated in each verifying forward pass.
 
-        It is 1 if nothing is accepted, as in plain decoding.
+        It is 1 if nothing is accepted, as in plain decoding, or if there was no such pass.
         """
         return (self.new_tokens - 1) / self.passes if self.passes else 1.0
 
@@ -73,23 +73,24 @@ class GenerateRequest:
         return changed[0]
 
     def choose(self, logits: Tensor) -> int:
-        """Choose the next token from the logits.
+        """Return the id of the next token: a random one if `samples`, or else the most likely one.
 
         Args:
-            logits: (V,), processed.
+            logits: (V,), changed by the processors.
         """
         if self.samples:
             return int(torch.multinomial(logits.softmax(dim=-1), 1))
         return int(logits.argmax())
 
     def read_prompt(self) -> Tensor:
-        """Read the rest of the prompt and return the logits for the next token.
+        """Read the tokens of the prompt that the cache has not seen, and return the logits after
+        the last one.
 
         Returns:
             (V,).
 
         Raises:
-            CacheMismatchError: the cache has seen as many tokens as the prompt has.
+            CacheMismatchError: the cache has seen at least as many tokens as the prompt has.
         """
         seen = self.cache.get_seq_length()
         if seen >= self.ids.shape[1]:
@@ -108,7 +109,16 @@ class GenerateRequest:
 
 
 def cut_at_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tuple[Tensor, bool]:
-    """Return the tokens up to the first that ends the text, and whether one ends it."""
+    """Return the tokens up to the first that ends the text, and whether one ends it.
+
+    Args:
+        text: (N,) int64, the text before the tokens.
+        tokens: the new tokens.
+        stopping_criteria: the criteria of `generate`, which are asked after every token.
+
+    Returns:
+        (M,) int64, including the token that ends the text, and True if there is one.
+    """
     added = torch.tensor(tokens, device=text.device)
     for count in range(1, len(tokens) + 1):
         if bool(stopping_criteria(torch.cat([text, added[:count]])[None], None).all()):
@@ -118,6 +128,11 @@ def cut_at_stop(text: Tensor, tokens: list[int], stopping_criteria: Any) -> tupl
 
 def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> None:
     """Check that a single sequence is generated, without beams and without padding.
+
+    Args:
+        ids: (B, T) int64, the prompt.
+        mask: the attention mask of the prompt; None if there is none.
+        config: the settings of `generate`.
 
     Raises:
         InvalidArgumentError: there are several sequences, beams, padding or no token ids, or the
@@ -138,10 +153,10 @@ def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCon
 
 
 def begin_verifying(cache: Cache) -> None:
-    """Prepare the cache for tokens that may be removed again.
+    """Make the cache keep what it needs to remove its newest tokens again.
 
     Raises:
-        UnsupportedModelError: a layer cannot remove tokens.
+        UnsupportedModelError: a layer cannot remove tokens. The cache is then unchanged.
     """
     stuck = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
     if stuck:
@@ -152,11 +167,12 @@ def begin_verifying(cache: Cache) -> None:
 
 @contextlib.contextmanager
 def fast_few_rows(model: Module) -> Iterator[None]:
-    """Make the linear layers of the model faster for a small number of rows.
+    """Make the linear layers of the model faster for a small number of rows within this block.
 
-    This only concerns two to five rows on CPUs, within this block. For so few rows torch's float32
-    product takes about twice as long as for one row, which cancels the gain of drafts. The
-    transposed product, with the weights first, does not.
+    This replaces their `forward` until the block ends. It has an effect on two to five rows in
+    float32 on a CPU without gradients, whose results may differ in their last bits. For so few rows
+    torch's float32 product takes about twice as long as for one row, which cancels the gain of
+    drafts. The transposed product, with the weights first, does not.
     """
     slow = [
         module
@@ -178,7 +194,10 @@ def _is_slow(weight: Tensor) -> bool:
 
 
 def _forward(module: Linear, states: Tensor) -> Tensor:
-    """Compute the output of a linear layer.
+    """Compute the output of a linear layer, with the weights first for two to five rows.
+
+    For other numbers of rows, with gradients, in autocast and in other dtypes than that of the
+    weight, this is the usual product.
 
     Args:
         module: the layer, with a weight (N, K).

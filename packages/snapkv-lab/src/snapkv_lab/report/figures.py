@@ -58,6 +58,9 @@ def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
 
     Returns:
         The paths of the files.
+
+    Raises:
+        OutputError: a file cannot be written; those before it are.
     """
     target, written = Path(path), []
     for name, figure in figures.items():
@@ -93,7 +96,17 @@ def _heat_maps(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 def _heat_map(
     panel: "Axes", results: Results, line: ScoreLine, columns: list[Any], rows: list[Any]
 ) -> None:
-    """Draw the heat map of a single method. The colours always cover the range from 0 to 1."""
+    """Draw the heat map of a single method into a panel.
+
+    The colours always cover the range from 0 to 1. A hatched cell has no score.
+
+    Args:
+        panel: the panel, which is changed.
+        results: the results of the run.
+        line: the method and the question.
+        columns: the values of the first axis, from left to right.
+        rows: the values of the second axis, from the top.
+    """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -127,9 +140,10 @@ def _heat_map(
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
-    """Return the position of the border between lengths that the model supports and longer ones.
+    """Return where the border between lengths that the model supports and longer ones is drawn.
 
-    None if no length exceeds the model's positions, or if all of them do.
+    Return None if no length exceeds the model's positions, or if all of them do, and if the first
+    axis of the task is not the length or the model has no limit.
     """
     positions = results.run["model"]["max_tokens"]
     if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
@@ -165,6 +179,15 @@ def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
 
 
 def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count: int) -> None:
+    """Draw a method's bars into the groups of all columns and of the mean.
+
+    Args:
+        panel: the panel, which is changed.
+        line: the scores of the method; the reason for a missing one stands in the place of its bar.
+        columns: the columns.
+        index: the place of the method's bar in each group.
+        count: the number of bars in each group.
+    """
     width = 0.8 / count
     places = [group + (index - (count - 1) / 2) * width for group in range(len(columns) + 1)]
     scores = [*(line.scores.get(column) for column in columns), line.mean]
@@ -181,10 +204,10 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
 
 
 def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
-    """Group the methods that were run with several budgets.
+    """Group the methods that were run with several budgets. Methods with a single one are left out.
 
     Returns:
-        By name and question, one line per budget.
+        The lines by budget, by the name for the legend.
     """
     families: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
@@ -245,7 +268,7 @@ def _figure(results: Results, width: float, height: float) -> "Figure":
 
 
 def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
-    """Set the range of the score axis and add a legend."""
+    """Set the range and the label of the score axis, and add a legend with `legend` entries."""
     panel.set_ylim(0, 105)
     panel.set_ylabel(f"{results.task.metric} (mean)")
     drawing.add_grid(panel, "y")
@@ -253,7 +276,10 @@ def _finish(panel: "Axes", results: Results, *, legend: int) -> None:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return the colour and the marker for the curve with the given number."""
+    """Return the arguments of matplotlib's `plot` for the curve with the given number.
+
+    Colours and markers repeat after eight curves.
+    """
     return {
         "color": _LINES[index % len(_LINES)],
         "marker": _MARKERS[index % len(_MARKERS)],
@@ -269,9 +295,18 @@ def draw_curve(
     index: int,
     label: str,
 ) -> None:
-    """Draw the scores as a curve, with the confidence intervals as a shaded area.
+    """Draw the scores into a panel as a curve, with the confidence intervals as a shaded area.
 
-    Scores are multiplied by 100. An interval that is None interrupts the shading.
+    Scores and intervals are multiplied by 100. A score that is not a number interrupts the curve,
+    and an interval that is None interrupts the shading.
+
+    Args:
+        panel: the panel, which is changed.
+        places: where the scores are on the horizontal axis.
+        scores: the scores, from 0 to 1.
+        intervals: the interval of each score, or None.
+        index: the number of the curve, which decides its colour and marker.
+        label: the name in the legend.
     """
     style = line_style(index)
     panel.plot(list(places), [100 * score for score in scores], label=label, **style)
@@ -298,9 +333,9 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
 
 
 def _name(line: ScoreLine, method: str | None = None) -> str:
-    """Return the name of the method that is shown in the legend.
+    """Return the name of a line for the legend: its method, and "question hidden" if it is hidden.
 
-    A hidden question is mentioned, a visible one is not.
+    `method` replaces the name of the method.
     """
     hidden = "" if line.question == "visible" else f", question {line.question}"
     return f"{method or line.method}{hidden}"
@@ -339,7 +374,7 @@ _MEASURED = {
 def draw_bench(rows: Sequence[Row]) -> "Figure":
     """Draw the results of a benchmark, with a panel for each batch size and a curve for each cache.
 
-    "OOM" marks lengths that did not fit.
+    All rows must be of the same benchmark. "OOM" marks lengths that did not fit.
 
     Raises:
         InvalidArgumentError: there are no rows.
@@ -363,6 +398,7 @@ def draw_bench(rows: Sequence[Row]) -> "Figure":
 
 
 def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> None:
+    """Draw a curve for each cache into a panel, and "OOM" at lengths that did not fit."""
     for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
         measured_rows = [row for row in own if row["status"] == "ok"]
@@ -385,5 +421,6 @@ def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> Non
 
 
 def _value(row: Row, key: str) -> float:
+    """Return a number of a row, or its median if the field holds percentiles."""
     value = row[key]
     return float(value["p50"] if isinstance(value, dict) else value)

@@ -61,7 +61,11 @@ class Section:
 def _flatten_settings(block: Row, before: str = "") -> Pairs:
     """Yield the names and the values of all settings as text.
 
-    Nested settings get the names of both levels.
+    The name of a nested setting begins with the names of the levels above it.
+
+    Args:
+        block: the settings.
+        before: the text before each name.
     """
     for name, value in block.items():
         if isinstance(value, dict):
@@ -85,7 +89,11 @@ def require_reportable() -> None:
 def write_report(results: Results, folder: str) -> Path:
     """Write the page, the table of cells and the table of methods into a folder.
 
-    Each file is written completely or not at all. Returns the path of the page.
+    The files are `index.html`, `results.csv` and `results.md`. The folder is made if it is missing.
+    Each file is written completely or not at all.
+
+    Returns:
+        The path of the page.
 
     Raises:
         OutputError: the folder or a file cannot be written.
@@ -144,7 +152,10 @@ def method_table(results: Results) -> Table:
 
 
 def _split_pairs(lines: Iterable[Pairs]) -> dict[str, Any]:
-    """Split pairs of headings and texts into the headings and the rows of a table."""
+    """Split pairs of headings and texts into the arguments `headings` and `rows` of a `Table`.
+
+    The headings are those of the first line; all lines must have the same.
+    """
     rows = [list(line) for line in lines]
     headings = tuple(heading for heading, _ in rows[0]) if rows else ()
     return {"headings": headings, "rows": [tuple(text for _, text in line) for line in rows]}
@@ -156,9 +167,9 @@ def has_losses(results: Results) -> bool:
 
 
 def _describe_unpruned(rows: Sequence[Row]) -> str:
-    """Return a note about methods that did not compress all of the prompts.
+    """Return a text for the caption about prompts that were not longer than a method's budget.
 
-    Their other prompts were not longer than the budget.
+    The text is empty if every method except the full cache dropped tokens of every prompt.
     """
     prompts, unpruned = Counter[str](), Counter[str]()
     for row in rows:
@@ -174,7 +185,10 @@ def _describe_unpruned(rows: Sequence[Row]) -> str:
 
 
 def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
-    """Return the scores that a paper published for the model in the columns of the run."""
+    """Return a line for each method with published scores for the model of the run.
+
+    A line has only the columns of the run. There are no lines if no paper has the model.
+    """
     published = results.task.published(results.run["model"]["name"])
     return [
         ScoreLine(
@@ -195,7 +209,7 @@ def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[
     of them.
 
     Returns:
-        (row, column) of each cell.
+        (row, column) of each cell in the table of methods, whose first two columns have no scores.
     """
     most = max((len(line.scores) for line in lines), default=0)
     values = [
@@ -215,12 +229,16 @@ def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[
 
 
 def _loss_cells(loss: float | None, interval: Sequence[float] | None) -> Pairs:
+    """Yield the cells of a mean loss and its interval; dashes if there is no loss."""
     yield "loss", IN_NATS.text(loss)
     yield "loss 95 %", "-" if loss is None else IN_NATS.interval(interval)
 
 
 def cell_table(results: Results) -> list[Row]:
-    """Return one row per method, question and cell, with numbers as they were measured."""
+    """Return one flat row per method, question and cell, with numbers as they were measured.
+
+    Scores are from 0 to 1. A number that was not measured is None.
+    """
     model, more = results.run["model"]["name"], has_losses(results)
     return [
         {"task": row["task"], "metric": row["metric"], "model": model}
@@ -246,7 +264,7 @@ def _interval_fields(name: str, interval: Sequence[float] | None) -> Row:
 
 
 def render_csv(results: Results) -> str:
-    """Return the results of all cells in CSV format."""
+    """Return the rows of `cell_table` in CSV format, after a line with their names."""
     rows = cell_table(results)
     target = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -257,7 +275,7 @@ def render_csv(results: Results) -> str:
 
 
 def render_markdown(results: Results) -> str:
-    """Return the table of methods in Markdown format."""
+    """Return a page in Markdown format with the table of methods, its title and its caption."""
     table = method_table(results)
     model = escape_markdown(results.run["model"]["name"])
     parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())
@@ -265,7 +283,10 @@ def render_markdown(results: Results) -> str:
 
 
 def render_page(results: Results) -> str:
-    """Return the page as a single HTML document without links to other files."""
+    """Return the page as a single HTML document without links to other files.
+
+    jinja2 and matplotlib must be installed, see `require_reportable`.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     task, methods = results.task, method_table(results)
@@ -306,6 +327,10 @@ def render_page(results: Results) -> str:
 
 
 def _pictures(results: Results) -> Iterator[dict[str, str]]:
+    """Yield each figure of the run as a "title", an "alt" text, and a "source".
+
+    The source is a data URL with the figure as SVG.
+    """
     lines = score_lines(results.rows, results.task.axes[0])
     means = "; ".join(
         f"{line.method} ({line.question}) {IN_PERCENT.text(line.mean)}" for line in lines
@@ -325,6 +350,10 @@ def _pictures(results: Results) -> Iterator[dict[str, str]]:
 
 
 def _cells(results: Results) -> Table:
+    """Return a table with one line per method, question and cell.
+
+    A cell without a score shows its status.
+    """
     axes = list(dict.fromkeys(name for row in results.rows for name in row["cell"]))
     has_loss = has_losses(results)
 
@@ -357,7 +386,10 @@ def _cells(results: Results) -> Table:
 
 
 def _failures(results: Results) -> Table:
-    """Count the samples without an answer by method, question and reason, with their columns."""
+    """Return a table of the samples without an answer, by method, question and reason.
+
+    It has no rows if all samples were answered.
+    """
     axis = results.task.axes[0]
     counts: dict[tuple[str, str, str], Counter[Any]] = {}
     for row in results.rows:

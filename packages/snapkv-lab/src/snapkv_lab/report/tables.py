@@ -53,9 +53,9 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape all special characters in the text, so that Markdown shows it unchanged.
+    """Escape HTML, pipes and asterisks in the text, so that Markdown shows it in a table cell.
 
-    The text becomes one line.
+    The text becomes one line. Other marks of Markdown, such as backticks, are not escaped.
     """
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
 
@@ -91,7 +91,10 @@ class _Patterns(string.Formatter):
 
 
 def format_cell(pattern: Cell, row: Any) -> str:
-    """Return the text of a table cell for the given row."""
+    """Return the text of a table cell for the given row.
+
+    A field of a pattern that is None in the row gives an empty text.
+    """
     return pattern(row) if callable(pattern) else _Patterns().vformat(pattern, (), row)
 
 
@@ -111,7 +114,13 @@ class Pivot(NamedTuple):
 
 
 def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str:
-    """Return a Markdown table of the given rows and columns."""
+    """Return a Markdown table of the given rows.
+
+    Args:
+        rows: the rows.
+        columns: the cell of each column by its heading, for a table with one line per row; or a
+            description of a table whose columns depend on the rows.
+    """
     if isinstance(columns, Pivot):
         return _render_pivot(list(rows), columns)
     return markdown_table(
@@ -120,6 +129,7 @@ def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str
 
 
 def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
+    """Return the Markdown of a pivot, with lines and columns in order of first appearance."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cells.setdefault(format_cell(by.line, row), {})[format_cell(by.heading, row)] = format_cell(
@@ -140,14 +150,17 @@ class Scale(NamedTuple):
     digits: int
 
     def text(self, number: float | None, sign: str = "") -> str:
-        """Return the number as text, or a dash if there is none.
+        """Return the number as text, or a dash for None.
 
-        It has a plus sign if `sign` is "+".
+        Numbers that are not negative have a plus sign if `sign` is "+".
         """
         return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
     def interval(self, ends: Sequence[float] | None) -> str:
-        """Return the interval as text, or the reason why there is none."""
+        """Return the interval as text.
+
+        The text is "one sample" for None, and "no spread" if both ends are equal.
+        """
         if ends is None:
             return "one sample"
         if ends[0] == ends[1]:
@@ -160,9 +173,13 @@ IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
 
 
 def format_difference(difference: Row | None, of: Measure = "score") -> str:
-    """Return the difference and its confidence interval as text.
+    """Return a difference and its confidence interval as text.
 
-    A note says if the interval contains zero. The text is a dash if there is no difference.
+    The text ends with ", no difference seen" if the interval contains zero. It is a dash for None.
+
+    Args:
+        difference: one of `cell_differences` or `line_differences`.
+        of: whether it is a difference of scores, shown times 100, or of losses.
     """
     if difference is None:
         return "-"
@@ -176,5 +193,5 @@ def format_difference(difference: Row | None, of: Measure = "score") -> str:
 
 
 def format_optional_bytes(count: float | None) -> str:
-    """Return the number of bytes as text, or a dash if there is none."""
+    """Return a number of bytes as text with a unit, or a dash for None."""
     return "-" if count is None else format_bytes(round(count))

@@ -56,7 +56,7 @@ class Reading(NamedTuple):
         return int(self.ids.shape[1])
 
     def describe(self) -> Row:
-        """Return a description of the prompt and its answer, ready for JSON."""
+        """Return the lengths of prompt and answer and the text of the answer, ready for JSON."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -65,10 +65,10 @@ class Reading(NamedTuple):
 
 
 def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
-    """Generate the answer to a sample with the full cache.
+    """Generate the answer to a sample with the full cache. The question is visible in the prompt.
 
     Raises:
-        PromptTooLongError: the model has too few positions.
+        PromptTooLongError: the model has too few positions for prompt and answer.
     """
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
@@ -130,6 +130,7 @@ class ReadingStudy(Study):
 
         Raises:
             InvalidArgumentError: a number is too small, or there is no question, or an empty one.
+            InvalidTypeError: a number is not an integer.
         """
         require_at_least("samples", self.samples, 1)
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
@@ -148,6 +149,11 @@ class ReadingStudy(Study):
         """Return the rows of a single step, with one or more rows for each layer.
 
         The rows have the fields of `by` and `numbers`.
+
+        Args:
+            loaded: the model, which reads prompt and answer again.
+            step: the step.
+            readings: one for each sample of the step. Here there must be exactly one.
         """
         from snapkv_app.observing import observed
 
@@ -162,10 +168,10 @@ class ReadingStudy(Study):
 
     @property
     def query_tokens(self) -> int:
-        """The number of queries at the end of the text whose attention is measured.
+        """The number of queries at the end of prompt and answer whose attention is measured.
 
         Raises:
-            NotImplementedError: the study looks at its readings in another way.
+            NotImplementedError: the study has its own `measure_step` and does not need this.
         """
         raise NotImplementedError
 
@@ -177,15 +183,21 @@ class ReadingStudy(Study):
             prompt_tokens: the length of the prompt.
 
         Returns:
-            The numbers by the two fields of `row_keys`.
+            The numbers by the values of the two fields of `row_keys`.
 
         Raises:
-            NotImplementedError: the study looks at its readings in another way.
+            NotImplementedError: the study has its own `measure_step` and does not need this.
         """
         raise NotImplementedError
 
     def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        """Yield a step for each document. The questions are asked in turn."""
+        """Yield the steps of the study, here one for each document with one of the questions.
+
+        The questions take turns.
+
+        Args:
+            texts: the name and the text of each document.
+        """
         for number, (name, text) in enumerate(texts):
             question = self.questions[number % len(self.questions)]
             yield ReadingStep(name, "last", (self.sample(name, text, question),))
@@ -215,10 +227,14 @@ class ReadingStudy(Study):
     def measure(
         self, loaded: "LoadedModel", folder: Path, on_progress: Progress | None = None
     ) -> Findings:
-        """Run all steps that have not been run yet, and return the results.
+        """Run all steps that have not been run yet, and return the means of all steps.
+
+        Documents are cut to a common length; `notices` of the result say if it is shorter than
+        `document_tokens`.
 
         Raises:
             InvalidArgumentError: the folder holds another run, or a document is too short.
+            DocumentError: a document cannot be read.
             OutputError: a record cannot be written; the records before it are in the folder.
             PromptTooLongError: the model has too few positions.
         """
@@ -243,10 +259,15 @@ class ReadingStudy(Study):
     def _fit_documents(
         self, loaded: "LoadedModel", documents: Sequence[tuple[str, str]]
     ) -> tuple["ReadingStudy", list[ReadingStep], tuple[str, ...]]:
-        """Cut the documents to a length that the model supports.
+        """Cut the documents to `document_tokens` tokens, or to the length of the shortest document
+        or to the length that the model has positions for, if that is less.
 
         Returns:
-            The study with the new length, its steps, and a notice if the length was changed.
+            The study with the new length, its steps, and a notice if the length was changed. If
+            even documents of `LEAST_TOKENS` are too long for the model, the steps do not fit.
+
+        Raises:
+            InvalidArgumentError: a document is shorter than `LEAST_TOKENS`.
         """
         study, why = self, ""
         while True:  # a text can have one more token after it was cut and tokenized again
@@ -264,9 +285,9 @@ class ReadingStudy(Study):
             study = replace(study, document_tokens=study.document_tokens - excess)
 
     def _excess_tokens(self, loaded: "LoadedModel", steps: Sequence[ReadingStep]) -> int:
-        """Return the number of tokens by which the longest prompt exceeds the limit of the model.
+        """Return by how many tokens the longest prompt with its answer exceeds the model's limit.
 
-        Prompt and answer are counted together.
+        The number is 0 if the model has no limit, and negative or 0 if all prompts fit.
         """
         if loaded.max_tokens is None:
             return 0
@@ -276,6 +297,13 @@ class ReadingStudy(Study):
         return longest + self.answer_tokens - loaded.max_tokens
 
     def _record(self, loaded: "LoadedModel", step: ReadingStep) -> Row:
+        """Answer the samples of a step with the full cache, and return the step's record.
+
+        It has "readings" and "rows". It is stored by the caller.
+
+        Raises:
+            PromptTooLongError: the model has too few positions.
+        """
         readings = [read_sample(loaded, sample, self.template) for sample in step.samples]
         return {
             "readings": [reading.describe() for reading in readings],
@@ -334,6 +362,7 @@ class HitRate(ReadingStudy):
 
         Raises:
             InvalidArgumentError: a number is out of range, or too few positions are kept.
+            InvalidTypeError: a value has the wrong type.
         """
         super().__post_init__()
         for name in ("generation_windows", "generation_tokens"):
@@ -360,9 +389,10 @@ class HitRate(ReadingStudy):
         return self.window_size + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the hit rates in one layer of the model.
+        """Return the hit rates in one layer, by selection and window; windows count from 1.
 
-        They are by selection and window; windows count from 1.
+        The numbers are both hit rates (None if no position is important), and for each of them the
+        mean number of important positions per query and head.
         """
         from snapkv_lab.study.measures import important_and_hit
 
@@ -382,6 +412,8 @@ class HitRate(ReadingStudy):
 
     def _select_positions(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
         """Return the positions in the prefix that are kept by each selection.
+
+        Both selections keep the same number per head. `layer` must have the queries of the window.
 
         Returns:
             (2, Hq, prefix) bool, in the order of `SELECTIONS`.
@@ -454,7 +486,10 @@ class HitRate(ReadingStudy):
 
 
 def _hit_rate(hit: "Tensor", important: "Tensor") -> float | None:
-    """Return the hit rate, or None if there are no important positions (Eq. 8)."""
+    """Return the hit rate (Eq. 8), or None if there are no important positions.
+
+    Both arguments are (P,) counts per position.
+    """
     total = int(important.sum())
     return int(hit.sum()) / total if total else None
 
@@ -530,6 +565,7 @@ class Overlap(ReadingStudy):
 
         Raises:
             InvalidArgumentError: a number is too small, or no position would be kept.
+            InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
         for name in ("window_tokens", "prompt_windows", "generation_windows"):
@@ -552,7 +588,7 @@ class Overlap(ReadingStudy):
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the overlap of the windows in one layer of the model.
+        """Return the two overlaps of every window in one layer of the model, from 0 to 1.
 
         The keys are "prompt" or "answer" and the number of the window. Windows of the prompt count
         from ``-prompt_windows`` to -1, and those of the answer from 1.
@@ -637,7 +673,9 @@ class Instructions(ReadingStudy):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: there are fewer than two questions, or no position would be kept.
+            InvalidArgumentError: a number is too small, there are fewer than two questions, or no
+                position would be kept.
+            InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
         require_at_least("answer_length", self.answer_length, 1)
@@ -660,7 +698,11 @@ class Instructions(ReadingStudy):
     def measure_step(
         self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """Return a row for each pair of questions and each layer."""
+        """Return a row for each layer and each pair of questions.
+
+        Pairs of a question with itself are included; their overlap is 1, and that of the halves is
+        the largest that can be expected.
+        """
         from snapkv_app.observing import observed
         from snapkv_lab.study.measures import overlap_share
 
@@ -686,8 +728,13 @@ class Instructions(ReadingStudy):
     def _votes(self, layer: "PromptLayer", document: int) -> "Tensor":
         """Return the positions that are selected by all queries, and by each half of them.
 
+        Args:
+            layer: the layer, with the queries after the document.
+            document: the number of tokens at the beginning that all questions share.
+
         Returns:
-            (3, Hq, document) bool.
+            (3, Hq, document) bool: selected by all queries, by those at even, and by those at odd
+            places after the document.
         """
         import torch
 
@@ -723,7 +770,10 @@ class Instructions(ReadingStudy):
 
 
 def count_common_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens at the beginning that all texts have in common."""
+    """Return the number of tokens at the beginning that all texts have in common.
+
+    There must be at least one text.
+    """
     shortest = min(map(len, texts))
     together = zip(*texts, strict=False)
     return next((i for i, tokens in enumerate(together) if len(set(tokens)) > 1), shortest)

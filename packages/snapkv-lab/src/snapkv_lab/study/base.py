@@ -52,7 +52,7 @@ class Study(ABC):
         Args:
             loaded: the model and its tokenizer.
             folder: where records are stored; a stopped run continues there.
-            on_progress: receives the progress.
+            on_progress: receives the progress; None for no reports.
 
         Raises:
             InvalidArgumentError: the folder holds another run, or a document is too short.
@@ -62,11 +62,14 @@ class Study(ABC):
 
     @abstractmethod
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return a table that summarises the rows."""
+        """Return a table that summarises the rows of the `Findings` of this study."""
 
     @abstractmethod
     def figure(self, rows: Sequence[Row]) -> Any:
-        """Return a matplotlib figure of the rows."""
+        """Return a matplotlib figure of the rows of the `Findings` of this study.
+
+        matplotlib must be installed, see `require_drawable`.
+        """
 
     def settings(self, loaded: "LoadedModel") -> Row:
         """Return all settings that the rows depend on, except the text of the documents."""
@@ -76,14 +79,25 @@ class Study(ABC):
         return {"study": study, "model": loaded.description(), **software_versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
-        """Return a short hash of the settings, which is used as a name."""
+        """Return a short hash of the study's settings, the model and the versions of the software.
+
+        It is used as the name of a folder of results.
+        """
         return short_hash(self.settings(loaded))
 
 
 def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) -> list[Row]:
     """Return the mean of each number over all rows with the same values in the given fields.
 
-    A number that is None is left out of its mean.
+    A number that is None is left out of its mean. A mean without any number is None.
+
+    Args:
+        rows: the rows, which must have all of these fields.
+        by: the names of the fields that distinguish the groups.
+        numbers: the names of the numbers.
+
+    Returns:
+        One row for each group, in the order of first appearance, with only these fields.
     """
     return [
         dict(zip(by, values, strict=True)) | {name: mean_value(group, name) for name in numbers}
@@ -92,12 +106,19 @@ def mean_rows(rows: Iterable[Row], by: Sequence[str], numbers: Sequence[str]) ->
 
 
 def group_by_label(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str, list[Row]]:
-    """Group the rows by the value of a field, and give each group a label."""
+    """Group the rows by the value of a field, and return the groups by label.
+
+    A label is the text `label` with the value in place of ``{}``.
+    """
     return {label.format(value): own for value, own in group_rows(rows, by).items()}
 
 
 def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
-    """Return the mean, the lowest and the highest value of all layers as text."""
+    """Return the mean, the lowest and the highest value of a number as text, such as "0.52 (0.31
+    to 0.70)".
+
+    There is one row per layer. Values that are None are left out; without any other, return "-".
+    """
     values = [row[name] for row in rows if row[name] is not None]
     if not values:
         return "-"
@@ -105,9 +126,14 @@ def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
 
 
 def format_weighted_mean(rows: Sequence[Row], name: str, weight: str) -> str:
-    """Return the weighted mean of all layers as text.
+    """Return the weighted mean of a number over all layers as text.
 
-    The weight is another number of the rows.
+    Rows in which the number is None are left out. If no weight is left, return "-".
+
+    Args:
+        rows: one row per layer.
+        name: the field of the number.
+        weight: the field of its weight.
     """
     known_rows = [row for row in rows if row[name] is not None]
     total = sum(row[weight] for row in known_rows)

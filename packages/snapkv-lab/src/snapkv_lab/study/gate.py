@@ -69,6 +69,13 @@ class FitGate(Study):
     remember: bool = True
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: there are fewer than two texts of each kind, or a length is too
+                small.
+            InvalidTypeError: a number is not an integer.
+        """
         require_at_least("texts", self.texts, 2 * len(KINDS))
         require_each_at_least("lengths", self.lengths, LEAST_TOKENS)
 
@@ -77,8 +84,15 @@ class FitGate(Study):
     ) -> Findings:
         """Read the texts, fit the gate, and save it to a file.
 
+        If `remember` is set, the gate is also stored for this model on this machine. A stopped run
+        starts again from its beginning.
+
+        Returns:
+            The agreement on the texts that were held out, one row per text and layer.
+
         Raises:
             InvalidArgumentError: the folder holds another run.
+            MissingDependencyError: wonderwords is not installed.
             OutputError: the gate cannot be written.
             PromptTooLongError: the model has too few positions.
         """
@@ -106,7 +120,7 @@ class FitGate(Study):
         return Findings(folder=folder, run=block, rows=rows, closing=closing, unwritten=unwritten)
 
     def _read(self, loaded: "LoadedModel") -> Iterator[tuple[str, list[int]]]:
-        """Yield the kind and the token ids of each text.
+        """Yield the kind and the token ids of each text, in a fixed order.
 
         The kinds take turns, and each kind has texts of all lengths. A text that the model could
         not read twice is cut.
@@ -122,7 +136,7 @@ class FitGate(Study):
             yield kind, ids[:tokens]
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return a table of the mean agreement for each kind of text."""
+        """Return a table of the mean agreement over layers and texts for each kind of text."""
         numbers = ("correlation", "best_quarter")
         return Table(
             title="agreement with KVzip+ on texts that were left out, mean over layers and heads",
@@ -142,14 +156,17 @@ class FitGate(Study):
 
 
 class Regression:
-    """A ridge regression that only needs to store sums over all tokens."""
+    """A ridge regression for each head of each layer, which stores only sums over all tokens."""
 
     def __init__(self) -> None:
         self._products: list[Tensor] = []
         self._targets: list[Tensor] = []
 
     def add(self, layers: "Sequence[PromptLayer]") -> None:
-        """Add the tokens of a text to the regression."""
+        """Add the tokens of a text to the regression.
+
+        `layers` are all layers of the model in order, as `read_layers_twice` returns them.
+        """
         for depth, layer in enumerate(layers):
             looked_at, scores = _examples(layer)
             products, targets = looked_at.mT @ looked_at, looked_at.mT @ scores[..., None]
@@ -162,12 +179,12 @@ class Regression:
             self._sizes = layer.keys.shape[-1], layer.values.shape[-1]
 
     def weights(self) -> "Tensor":
-        """Compute the weights of the regression.
+        """Compute the weights of the regression. At least one text must have been added.
 
         The constant is last and is not shrunk.
 
         Returns:
-            (layers, heads, features).
+            (layers, heads, features) float64.
         """
         import torch
 
@@ -181,7 +198,7 @@ class Regression:
         return solution
 
     def gate(self, loaded: "LoadedModel") -> "Gate":
-        """Return the fitted gate for the model."""
+        """Return the fitted gate, which works with this model only."""
         from snapkv.hf.identity import digest_of
         from snapkv.policies.gate import Gate
 
@@ -189,9 +206,10 @@ class Regression:
 
 
 def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
-    """Read a text twice and return the states of all layers.
+    """Read a text twice and return the states of all layers, with the scores of KVzip+.
 
-    The scores of KVzip+ are their `received`.
+    The scores are the field `received` of each layer. The text must have more tokens than `SINKS`
+    and `LAST` together.
     """
     import torch
 
@@ -210,7 +228,9 @@ def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[Prompt
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
-    """Return the features and the scores of all tokens in a layer.
+    """Return the features and the logarithms of the scores of the tokens in a layer.
+
+    The first `SINKS` and the last `LAST` tokens are left out.
 
     Returns:
         (H, N, features) and (H, N), both float64.
@@ -224,7 +244,12 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
 
 
 def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
-    """Return the agreement between the gate and the scores of KVzip+ for each layer."""
+    """Return a row for each layer with the agreement between the gate and the scores of KVzip+.
+
+    Both numbers are means over the heads: "correlation" of the ranks, from -1 to 1, and
+    "best_quarter", the share of the best quarter of the tokens by KVzip+ that is also in the best
+    quarter by the gate.
+    """
     import torch
 
     rows = []
@@ -251,11 +276,13 @@ def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list
 
 
 def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
+    """Return a random part of a text with `characters` characters, or all of a shorter text."""
     start = draw.randrange(max(1, len(text) - characters))
     return text[start : start + characters]
 
 
 def _records(draw: random.Random) -> str:
+    """Return 40 random records as a JSON list, on one line or indented."""
     rows = [
         {
             "id": draw_number(draw, 6),
@@ -268,6 +295,7 @@ def _records(draw: random.Random) -> str:
 
 
 def _logs(draw: random.Random) -> str:
+    """Return 60 lines of an invented log."""
     parts = draw_distinct(lambda: draw_word_key(draw), 6)
     return "\n".join(
         f"2024-0{draw.randrange(1, 9)}-{draw_number(draw, 2)} "
@@ -279,6 +307,7 @@ def _logs(draw: random.Random) -> str:
 
 
 def _sentences(draw: random.Random) -> str:
+    """Return 60 made up sentences on one line."""
     return " ".join(
         f"{draw.choice(_PEOPLE)} {draw.choice(_DID)} the {draw_word_key(draw).replace('-', ' ')} "
         f"{draw.choice(('on Monday', 'last May', 'with care'))} in {draw.randrange(1950, 2030)}."

@@ -23,10 +23,13 @@ LEAST_TOKENS = 128
 def load_long_texts(
     files: Sequence[str], *, count: int
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Load the documents and return their names, their texts and a list of warnings.
+    """Load documents, and return a list of pairs (name, text) and a tuple of warnings.
+
+    There is a warning for each file that was not read, which is also written to standard error.
 
     Args:
-        files: the user's files; without any, parts of the haystack are taken.
+        files: the user's files; without any, parts of the default haystack are taken, each from
+            another place to its end.
         count: how many parts of the haystack are taken.
 
     Raises:
@@ -45,7 +48,13 @@ def load_long_texts(
 
 
 class CutDocuments(NamedTuple):
-    """A list of documents that have been cut to the same length."""
+    """Documents that have been cut to the same length.
+
+    Attributes:
+        texts: the name and the text of each document.
+        tokens: the number of tokens of each.
+        shortest: the name of the document that had the fewest tokens before the cut.
+    """
 
     texts: list[tuple[str, str]]
     tokens: int
@@ -53,9 +62,10 @@ class CutDocuments(NamedTuple):
 
 
 def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> CutDocuments:
-    """Cut all documents to the same number of tokens.
+    """Return all documents, cut to the same number of tokens.
 
-    It is `tokens`, or the length of the shortest one.
+    The number is `tokens`, or the length of the shortest document if that is less. A text may have
+    one more token when it is tokenized again.
 
     Raises:
         InvalidArgumentError: a document is shorter than `LEAST_TOKENS`.

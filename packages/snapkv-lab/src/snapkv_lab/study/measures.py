@@ -18,9 +18,14 @@ _BLOCK_TOKENS = 64
 
 
 def layer_between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
-    """Return the states of the layer after the first `stop` tokens.
+    """Return the layer as it is after the first `stop` tokens, with the queries from `start` on.
 
-    Its queries are those from `start` on.
+    Keys and values are those of all `stop` tokens. The tensors are views of the layer's own.
+
+    Args:
+        layer: the layer, which must have the queries of these positions.
+        start: the position of the first query in the text.
+        stop: the position after the last query.
     """
     first = layer.keys.shape[2] - layer.queries.shape[2]
     assert first <= start < stop <= layer.keys.shape[2]
@@ -33,10 +38,16 @@ def layer_between(layer: PromptLayer, start: int, stop: int) -> PromptLayer:
 
 
 def selected_mask(policy: Policy, layer: PromptLayer, tokens: int) -> Tensor:
-    """Return the positions that are kept by the policy for each query head (Eq. 4, 5).
+    """Return which of the first positions the policy keeps for each query head (Eq. 4, 5).
+
+    Args:
+        policy: the policy; if it keeps all tokens, all positions are True.
+        layer: the layer at the end of the prompt.
+        tokens: the number of first positions to return.
 
     Returns:
-        (Hq, tokens) bool.
+        (Hq, tokens) bool. Query heads that share a KV head have equal rows if the policy selects
+        per KV head.
     """
     heads = layer.queries.shape[1]
     selection = policy.select(layer)
@@ -54,18 +65,19 @@ def important_and_hit(
     """Count how often positions are important, and how often they are also selected.
 
     A position is important if a query's attention to it is above the threshold (Eq. 6). It is a hit
-    if it is selected as well (Eq. 7). The counts are sums over the heads and over the queries of
-    [start, stop).
+    if it is selected as well (Eq. 7). The counts are sums over the query heads and over the queries
+    of [start, stop).
 
     Args:
-        layer: the layer.
-        masks: (N, Hq, P) bool, N selections.
-        start: the first query.
-        stop: the end of the queries.
-        threshold: the attention that makes a position important.
+        layer: the layer; it must have the queries of these positions.
+        masks: (N, Hq, P) bool, N selections from the first P positions.
+        start: the position of the first query in the text.
+        stop: the position after the last query.
+        threshold: the attention above which a position is important.
 
     Returns:
-        (P,) and (N, P) int64.
+        How often each position is important, (P,) int64, and how often it is also in each
+        selection, (N, P) int64.
     """
     times = torch.zeros(masks.shape[1:], dtype=torch.int64, device=masks.device)
     for weights in _blocks(layer, start, stop, masks.shape[-1]):
@@ -74,10 +86,12 @@ def important_and_hit(
 
 
 def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Return the mean attention of the given queries to the first tokens.
+    """Return the mean attention of the queries in [start, stop) to the first tokens.
+
+    The layer must have the queries of these positions.
 
     Returns:
-        (Hq, tokens) float32, with zeros for tokens after the queries.
+        (Hq, tokens) float32, with zeros for tokens from `stop` on.
     """
     part = layer_between(layer, start, stop)
     received = ops.attention_received(part, block_tokens=_BLOCK_TOKENS)[0, :, :tokens]
@@ -86,10 +100,12 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
 
 
 def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Return the sum of the attention of every other query, and of the remaining queries.
+    """Return the sums of the attention of every other query in [start, stop), and of the rest.
+
+    The layer must have the queries of these positions, and `tokens` must be at most `start`.
 
     Returns:
-        (2, Hq, tokens) float32.
+        (2, Hq, tokens) float32: from the queries at even places after `start`, and at odd places.
     """
     halves = [
         torch.stack([weights[:, ::2].sum(dim=1), weights[:, 1::2].sum(dim=1)])
@@ -99,9 +115,9 @@ def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) 
 
 
 def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[Tensor]:
-    """Yield the attention weights for a small number of queries at a time.
+    """Yield the attention weights of the queries in [start, stop), a few queries at a time.
 
-    Each block is (Hq, up to 64 queries, tokens).
+    Each block is (Hq, up to 64 queries, tokens) and has the weights of the first tokens.
     """
     for block in range(start, stop, _BLOCK_TOKENS):
         part = layer_between(layer, block, min(block + _BLOCK_TOKENS, stop))
@@ -110,9 +126,13 @@ def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[
 
 
 def most_attended(attention: Tensor, keep_tokens: int) -> Tensor:
-    """Return the positions that receive the most attention from each head (Eq. 3).
+    """Return the `keep_tokens` positions that receive the most attention from each head (Eq. 3).
 
     Of equal positions the lower one wins.
+
+    Args:
+        attention: (Hq, P).
+        keep_tokens: how many positions are selected for each head, at most P.
 
     Returns:
         (Hq, P) bool.
@@ -122,5 +142,9 @@ def most_attended(attention: Tensor, keep_tokens: int) -> Tensor:
 
 
 def overlap_share(one: Tensor, other: Tensor) -> float:
-    """Return the fraction of the positions in the first set that are also in the second (Eq. 8)."""
+    """Return the fraction of the positions in the first set that are also in the second (Eq. 8).
+
+    Both are masks of the same shape, and the positions of all heads are counted together. The first
+    set must not be empty.
+    """
     return float((one & other).sum() / one.sum())

@@ -61,6 +61,12 @@ class Sensitivity(Study):
     template: Template = "tokenizer"
 
     def __post_init__(self) -> None:
+        """Check that there are windows, kernels and poolings, and that SnapKV accepts them.
+
+        Raises:
+            InvalidArgumentError: one of the lists is empty, or a policy refuses a setting.
+            InvalidTypeError: a setting of a policy has the wrong type.
+        """
         for name in ("windows", "kernels", "poolings"):
             require_at_least(name, len(getattr(self, name)), 1)
         self._methods()
@@ -77,11 +83,16 @@ class Sensitivity(Study):
         Args:
             loaded: the model and its tokenizer.
             folder: where answers are stored; a stopped run continues there.
-            on_progress: receives the progress.
+            on_progress: receives the progress; None for no reports.
             executor: answers the questions; None for this process.
 
+        Returns:
+            The results, one row per method, first that of the full cache.
+
         Raises:
-            InvalidArgumentError: the folder holds another run.
+            InvalidArgumentError: the folder holds another run, or a setting of the task is out of
+                range.
+            DocumentError: the haystack is missing or holds no text.
             OutputError: an answer cannot be written; the answers before it are in the folder.
         """
         from snapkv_lab.evaluate.runner import Run
@@ -106,7 +117,13 @@ class Sensitivity(Study):
         )
 
     def _methods(self) -> list["Method"]:
-        """Return a list of the full cache and SnapKV with all settings."""
+        """Return the full cache and then SnapKV with every combination of the settings.
+
+        A kernel of 1 is listed for the first kind of pooling only.
+
+        Raises:
+            InvalidArgumentError: a setting is out of range.
+        """
         from snapkv import FullCache, KVCodes, SnapKV
         from snapkv_lab.evaluate.asking import Method
 
@@ -148,9 +165,9 @@ class Sensitivity(Study):
         return draw_cells(f"Accuracy, budget {self.budget}", self._by_pooling(rows), **keys)
 
     def _by_pooling(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of all settings for each kind of pooling.
+        """Return the rows of SnapKV by kind of pooling, without the first row (the full cache).
 
-        Rows without pooling are repeated for each.
+        Rows without pooling are repeated for each kind.
         """
         return [
             row | {"pooling": pooling}
@@ -161,7 +178,10 @@ class Sensitivity(Study):
 
 
 def _combine_cells(cells: Sequence[Row]) -> Row:
-    """Combine the scores of one method at all depths into a single row."""
+    """Return one row with the settings of a method and its mean score over all depths.
+
+    The score is None if no sample was answered.
+    """
     policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
     right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])
     return {

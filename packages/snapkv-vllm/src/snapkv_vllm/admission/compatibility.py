@@ -19,7 +19,9 @@ MOVABLE = (*_PLAIN, *FP8)
 
 
 class Parts(TypedDict, total=False):
-    """The objects in which conflicts are looked for, as far as they are known at the time."""
+    """The objects in which conflicts are looked for. A caller passes those that it knows at the
+    time.
+    """
 
     settings: Any  # the server's `ServingSettings`
     engine: Any  # vLLM's configuration
@@ -55,6 +57,7 @@ class Option:
 @dataclass(frozen=True)
 class Row:
     """One row of the table: an option, the case in which it is refused, the reason, and the remedy.
+    A row without a reason gives none in its message.
 
     By default the remedy is to remove one of the two.
     """
@@ -66,15 +69,19 @@ class Row:
 
     @property
     def parts(self) -> set[str]:
-        """The keys of the one or two parts in which the option and the case are looked up."""
+        """The keys of `Parts` in which the option and the case are looked up, one or two."""
         return {self.option.part, self.case.part}
 
     def refuse(self, parts: Mapping[str, Any]) -> None:
         """Check that `parts` does not contain both the option and the case of this row.
 
+        Args:
+            parts: the objects in which to look; it must have those that `Row.parts` names.
+
         Raises:
-            UnsupportedModelError: the row is about the configuration of the engine.
-            RefusedError: the row is about other settings, or about a request.
+            UnsupportedModelError: both are there, and the row is about the configuration of the
+                engine.
+            RefusedError: both are there, and the row is about other settings, or about a request.
         """
         option, case = self.option, self.case
         if not case.find(parts[case.part]) or not (found := option.find(parts[option.part])):
@@ -90,20 +97,31 @@ class Row:
 
 
 def _typed(part: str, name: str) -> str:
-    """Return the option as the user wrote it, or an empty text if it cannot be left out."""
+    """Return an option as users write it, or an empty text if it cannot be left out.
+
+    Args:
+        part: the key of `Parts` where the option was found.
+        name: the name of the option.
+
+    Returns:
+        The name itself for a setting of a request, and the option of the command line for any
+        other; empty for the model and the prompt.
+    """
     if name in ("model", "prompt"):
         return ""
     return name if part in ("extra_args", "request") else f"--{name.replace('_', '-')}"
 
 
 def require_compatible(**parts: Unpack[Parts]) -> None:
-    """Check that the given parts contain no option that conflicts with another one.
+    """Check that the given parts contain no option that conflicts with another one. The first
+    conflict in the order of `ROWS` is reported.
 
     Rows of the table that need a part which is not given are skipped.
 
     Raises:
         UnsupportedModelError: the engine cannot serve with these settings.
-        RefusedError: the settings of the server, or those of a request, contradict each other.
+        RefusedError: the settings of the server, or those of a request, contradict each other, or
+            the engine cannot serve this request.
     """
     for row in ROWS:
         if row.parts <= parts.keys():
@@ -133,12 +151,23 @@ def _too_parallel(config: Any) -> object:
 
 
 def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
+    """Return the option that a model has a property.
+
+    Args:
+        attribute: the name of the property in vLLM's configuration of the model.
+        words: the property as a noun phrase for the message.
+        argument: the argument of vLLM that the message names.
+    """
     return Option("engine", argument, lambda c: getattr(c.model_config, attribute) and words)
 
 
 def _several(argument: str, attribute: str = "") -> Option:
     """Return the option that a number of processes is above 1. A version of vLLM without this
     number counts as 1.
+
+    Args:
+        argument: the name of vLLM's argument.
+        attribute: the name of the number in vLLM's `parallel_config`; by default `argument`.
     """
 
     def find(config: Any) -> object:
@@ -149,6 +178,8 @@ def _several(argument: str, attribute: str = "") -> Option:
 
 
 def _other_format(names: tuple[str, ...]) -> Option:
+    """Return the option that the KV cache has a format which is not one of `names`."""
+
     def find(config: Any) -> object:
         name = config.cache_config.cache_dtype
         return name not in names and f"the format {name}"
@@ -211,6 +242,7 @@ WITHOUT_SESSIONS = Case("settings", "on a server without sessions", lambda s: no
 
 
 def _first_own(extra_args: Mapping[Any, Any]) -> object:
+    """Return the first name of a setting of this package, or None if the request has none."""
     own = (name for name in extra_args if isinstance(name, str) and name.startswith(PREFIX))
     return next(own, None)
 

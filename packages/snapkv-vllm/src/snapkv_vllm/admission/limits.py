@@ -29,7 +29,8 @@ class ConfigEntry:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build an object of this class from the output of `to_config`.
+        """Build an object of this class from the output of `to_config`. Fields that are left out
+        have their defaults.
 
         Raises:
             RefusedError: `config` has an unknown name, or two values do not go together.
@@ -44,8 +45,8 @@ class ConfigEntry:
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the fields that differ from their default values, as a dictionary that can be
-        written as JSON.
+        """Return the fields that differ from their default values, as a new dictionary that can be
+        written as JSON; empty if there are none.
         """
         defaults = {one.name: one.default for one in fields(cast(Any, self))}
         own = asdict(cast(Any, self))
@@ -59,12 +60,14 @@ class Limits(ConfigEntry):
 
     Args:
         decode_budget: how many tokens of prompt and answer every head stores while a request
-            generates; 0 for no limit.
+            generates; 0 for no limit. It must be larger than `evict_every`.
         decode_policy: the method that evicts tokens, one of `DECODE_POLICIES`.
         evict_every: generated tokens between two evictions, each of which evicts this many tokens.
+            It must be at least the number of queries that the method needs.
 
     Raises:
-        InvalidArgumentError: a method that cannot be served, or a value that is out of range.
+        InvalidArgumentError: a method that cannot be served, a value that is out of range, or
+            another limit without a `decode_budget`, where it has no effect.
         InvalidTypeError: a value has the wrong type.
     """
 
@@ -98,16 +101,18 @@ class Limits(ConfigEntry):
 
     def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
         """Return the limit on the tokens that a request stores while it generates. The result is
-        None if there is no limit.
+        None if neither the server nor the request has a decode budget.
 
         Args:
-            tokens: the `decode_budget` of the request; None takes that of the server.
+            tokens: the `decode_budget` of the request, at most that of the server; None takes that
+                of the server.
             prompt_policy: the method that compresses the prompt; None if the prompt is not
                 compressed.
 
         Raises:
-            RefusedError: the server has no decode budget, the prompt is not compressed, or the
-                decode budget is smaller than the kept prompt and the tokens between two evictions.
+            RefusedError: the request has a decode budget and the server has none, the prompt is not
+                compressed, or the decode budget is smaller than the kept prompt and the tokens
+                between two evictions.
             InvalidArgumentError: `tokens` is out of range.
             InvalidTypeError: `tokens` is no integer.
         """
@@ -153,7 +158,12 @@ class Limits(ConfigEntry):
 
     @property
     def pending_queries_per_answer(self) -> int:
-        """How many recorded queries of one answer may be waiting for the next eviction."""
+        """How many recorded queries of one answer may be waiting for the next eviction; 0 without a
+        decode budget.
+
+        Raises:
+            RefusedError: the decode budget is smaller than the method needs.
+        """
         if not self.decode_budget:
             return 0
         return count_eviction_queries(self._eviction_policy(self.decode_budget - self.evict_every))
@@ -164,7 +174,8 @@ class Sessions(ConfigEntry):
     """The limit of a server on the memory that is taken by the histories of sessions.
 
     Args:
-        most_bytes: the bytes of all histories together; 0 for a quarter of the cache of the engine.
+        most_bytes: the bytes of all histories together; 0 for a quarter of the cache of the engine,
+            or less if the longest request leaves less.
 
     Raises:
         InvalidArgumentError: a value is out of range.

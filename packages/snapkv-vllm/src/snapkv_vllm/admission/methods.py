@@ -48,10 +48,13 @@ _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameter_names(method: str) -> list[str]:
-    """Return the names of the parameters that a method has on a server. These are all parameters
-    except the budget and a method inside it.
+    """Return the names of the parameters that a method has on a server, in order. These are all
+    parameters except the budget and a method inside it.
 
     They include those of the method inside it that computes the scores.
+
+    Args:
+        method: a key of `METHODS`.
     """
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
     sources = around.get(method) or (POLICIES[method],)
@@ -71,11 +74,12 @@ class WithSpans(Policy):
         policy: the method, whose budget includes all tokens of the spans; None keeps all tokens
             that the spans do not drop.
         spans: the edits, which must lie in the prompt; see `RequestSpans.require_fit`.
-        span_policies: for every span that is compressed, a method whose budget is all tokens
-            outside the span and those that stay of it.
+        span_policies: for every span that is compressed, in their order, a method whose budget is
+            all tokens outside the span and those that stay of it.
 
     Raises:
-        InvalidArgumentError: the spans do not fit into the budget of `policy`.
+        InvalidArgumentError: `policy` cannot protect tokens, or the spans do not fit into its
+            budget.
     """
 
     name: ClassVar[str] = "with-spans"
@@ -108,14 +112,14 @@ class WithSpans(Policy):
     @property
     def query_tokens(self) -> int:
         """The number of queries that are needed, which is the largest number that one of the
-        methods needs.
+        methods needs; 0 if tokens are only dropped or protected.
         """
         return max((one.query_tokens for one in self._methods), default=0)
 
     @property
     def window_tokens(self) -> int:
-        """The length of the longest observation window of the methods; see
-        `count_window_tokens`.
+        """The length of the longest observation window of the methods, see `count_window_tokens`; 0
+        if tokens are only dropped or protected.
         """
         return max(map(count_window_tokens, self._methods), default=0)
 
@@ -133,7 +137,7 @@ class WithSpans(Policy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Select the tokens that are kept of a prompt, if no tokens of the prompt were dropped
-        before.
+        before. Slots are then positions.
         """
         return self.select_with_positions(layer, _slot_positions(layer))
 
@@ -143,6 +147,9 @@ class WithSpans(Policy):
         Args:
             layer: the stored tokens.
             positions: (rows, 1 or H, S) int64, the position of the token in each slot.
+
+        Returns:
+            A selection of slots of `layer`. It is never None, even if all slots are kept.
         """
         named, lost = self.protect_spans(layer, positions)
         kept = torch.ones_like(lost) if self.policy is None else _kept_mask(self.policy, named)
@@ -154,13 +161,14 @@ class WithSpans(Policy):
         """Protect the tokens of all spans, and find out which of these tokens are dropped.
 
         Args:
-            layer: the stored tokens.
+            layer: the stored tokens. It is not changed; tokens that it protects already are not
+                protected in the result unless a span contains them.
             positions: (rows, 1 or H, S) int64, the position of the token in each slot; by default
                 slots are positions.
 
         Returns:
-            The layer in which all tokens of the spans are protected, and (rows, 1 or H, S) bool,
-            True for each token that is dropped.
+            A copy of the layer in which all tokens of the spans are protected, and (rows, 1 or H,
+            S) bool, True for each token that is dropped.
         """
         positions = _slot_positions(layer) if positions is None else positions
         lost = self.spans.drop.cover(positions)
@@ -197,15 +205,15 @@ def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
 
 def count_sink_tokens(policy: Policy) -> int:
     """Return how many tokens at the beginning are always kept by the method, as its attention
-    sinks.
+    sinks; 0 if it has none. A method that is wrapped around another one has none here.
     """
     tokens: int = getattr(policy, "sink_tokens", getattr(policy, "start", 0))
     return tokens
 
 
 def count_window_tokens(policy: Policy) -> int:
-    """Return how many tokens at the end are always kept by the method, as its observation
-    window.
+    """Return how many tokens at the end are always kept by the method, as its observation window. A
+    method without a window has the number of queries that it needs.
     """
     scores = scoring_policy(policy)
     tokens: int = getattr(scores, "window_size", scores.query_tokens)
@@ -213,14 +221,16 @@ def count_window_tokens(policy: Policy) -> int:
 
 
 def scoring_policy(policy: Policy) -> Policy:
-    """Return the method that computes the scores, without the methods that are wrapped
-    around it.
+    """Return the method that computes the scores, without an `AdaKV` or `AcrossLayers` that is
+    wrapped around it. Any other method is returned unchanged.
     """
     return policy.policy if isinstance(policy, AdaKV | AcrossLayers) else policy
 
 
 def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
-    """Return how many tokens of a prompt each KV head keeps on average."""
+    """Return how many tokens of a prompt each KV head keeps on average, without the tokens that
+    spans drop: the budget, or all tokens if there are fewer or the method has no budget.
+    """
     if isinstance(policy, WithSpans):
         return policy.count_kept_tokens(prompt_tokens)
     budget: int = getattr(scoring_policy(policy), "budget", prompt_tokens)
@@ -231,18 +241,20 @@ def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
     """Check that all spans of a request lie inside its prompt.
 
     Args:
-        policy: the method of the request; one without spans is always accepted.
+        policy: the method of the request; None and a method without spans are always accepted.
         prompt_tokens: the length of the prompt.
 
     Raises:
-        RefusedError: a span ends after the prompt, or contains tokens that cannot be dropped.
+        RefusedError: a span ends after the prompt, or contains tokens that cannot be dropped or
+            compressed.
     """
     if isinstance(policy, WithSpans):
         policy.spans.require_fit(prompt_tokens, policy.window_tokens)
 
 
 def require_can_protect_first(policy: Policy, tokens: int) -> None:
-    """Check that the method can protect the first `tokens` tokens of a prompt.
+    """Check that the method can protect the first `tokens` tokens of a prompt. 0 tokens are always
+    accepted.
 
     Raises:
         InvalidArgumentError: the method cannot protect tokens, or has too small a budget for them.

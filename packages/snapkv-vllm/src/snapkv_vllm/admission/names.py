@@ -75,8 +75,11 @@ NOT_FOUND, CONFLICT, INSUFFICIENT_STORAGE = 404, 409, 507
 
 
 class RefusedError(InvalidArgumentError):
-    """The error that is raised if a request is refused. Its attribute `status` is the HTTP status
-    of the response.
+    """The error that is raised if a request is refused.
+
+    Args:
+        message: what is wrong, and what to do instead.
+        status: the HTTP status of the response.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -101,7 +104,9 @@ def wrong(argument: str, problem: str, remedy: str, status: int = 400) -> Refuse
 
 
 def status_of(error: SnapKVError) -> int:
-    """Return the HTTP status with which the server answers an error of this package."""
+    """Return the HTTP status with which the server answers an error of this package: that of a
+    `RefusedError`, 507 if memory is missing, and 400 otherwise.
+    """
     if isinstance(error, RefusedError):
         return error.status
     return INSUFFICIENT_STORAGE if isinstance(error, OutOfMemoryError) else 400
@@ -114,22 +119,24 @@ _REASONS |= {PREFIX + name for name in (*REQUEST_SETTINGS, SPANS, SESSION)}
 def reason_of(error: Exception) -> str:
     """Return the name of the field or setting that an error is about, as a label for metrics.
 
-    The name is the part of the message before the first colon. Names that a client has made up are
-    all counted as "other", so that the number of labels is limited.
+    The name is the part of the message before the first colon. Names that a client has made up, and
+    errors about anything else, are all counted as "other", so that the number of labels is limited.
     """
     name = str(error).partition(":")[0]
     return name if name in _REASONS else "other"
 
 
 def printable(name: str) -> str:
-    """Escape a name so that it fits on one line of an error message. A long name is shortened."""
+    """Return a name with escapes for control characters and everything outside ASCII, so that it
+    fits on one line of an error message. After `MAX_SHOWN` characters it is cut off with "...".
+    """
     plain = name.encode("unicode_escape").decode()
     return plain if len(plain) <= MAX_SHOWN else f"{plain[:MAX_SHOWN]}..."
 
 
 def describe(value: object) -> str:
-    """Describe a value that a client has sent, for an error message: a text in quotes, and any
-    other value by its type.
+    """Describe a value that a client has sent, for an error message: a text in quotes, escaped and
+    shortened by `printable`, and any other value by its type.
     """
     if isinstance(value, str):
         return f"'{printable(value)}'"
@@ -137,7 +144,8 @@ def describe(value: object) -> str:
 
 
 def require_readable(name: str, value: Any) -> None:
-    """Check that a value is short enough to be printed in an error message.
+    """Check that a value is short enough to be printed in an error message: at most `MAX_SHOWN`
+    entries or characters, and at most twice as many characters when printed.
 
     Raises:
         InvalidTypeError: the value is None.
@@ -181,7 +189,11 @@ answers all requests, so its time must be limited.
 
 
 def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
-    """Check that an object of a request does not have more than 1,000 names.
+    """Check that an object of a request does not have more than `_MAX_NAMES` names.
+
+    Args:
+        argument: the name of the object, for the error.
+        fields: the object.
 
     Raises:
         RefusedError: the object has too many names.
@@ -192,8 +204,9 @@ def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
 
 
 def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the settings of a request that belong to this package, by their names without the
-    prefix.
+    """Return the settings of a request that belong to this package in a new dictionary, by their
+    names without the prefix. Their values are not checked, and names with the prefix may be
+    unknown.
 
     Args:
         extra_args: those of the request. Settings of other software are ignored.
@@ -217,7 +230,9 @@ def correct_name(name: object) -> str | None:
     """Return the name of the setting that a client has probably meant, or None if the name is not
     related to any setting of this package.
 
-    A name that begins with the prefix is returned unchanged, even if there is no such setting.
+    A name that begins with the prefix is returned unchanged, even if there is no such setting. A
+    name of `REQUEST_SETTINGS` without the prefix gets it. A name that begins with the prefix in
+    another form, such as "SnapKV-", becomes the setting with the same name, or else the budget.
     """
     if not isinstance(name, str) or name.startswith(PREFIX):
         return name if isinstance(name, str) else None
@@ -231,6 +246,9 @@ def correct_name(name: object) -> str | None:
 def find_misspelled_fields(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
     """Yield each field of a body whose name is almost the name of a known field, together with the
     correct name.
+
+    The known fields are `AGENT_HINT` and `XARGS` in the body, and `SESSION_ID` inside `AGENT_HINT`.
+    Only the first 100 fields of each object are compared.
     """
     hint = body.get(AGENT_HINT)
     places = ((body, (AGENT_HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (SESSION_ID,)))
@@ -248,9 +266,14 @@ def require_session_name(argument: str, value: object, pattern: re.Pattern[str] 
     and proxies change control characters and segments of dots in a path, even if they are
     percent-encoded.
 
+    Args:
+        argument: the name of the field, for the error.
+        value: the value that the client has sent.
+        pattern: what the whole name must match; by default 1 to 256 characters of any kind.
+
     Raises:
-        RefusedError: the value is no text of 1 to 256 printable characters, or has a segment "." or
-            "..".
+        RefusedError: the value is no text that matches `pattern`, has a character that is not
+            printable, or has a segment "." or "..".
     """
     problem = f"expected a text of 1 to {_MAX_SESSION_CHARACTERS} characters"
     remedy = "Pass another name, for example a random one"

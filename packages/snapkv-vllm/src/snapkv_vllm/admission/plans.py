@@ -17,13 +17,17 @@ from snapkv_vllm.admission.methods import WithSpans, count_kept_tokens
 
 
 def count_eviction_queries(policy: EvictingPolicy) -> int:
-    """Return how many queries of the last tokens the method needs when it evicts tokens."""
+    """Return how many queries of the last tokens the method needs when it evicts tokens from an
+    answer. A short answer may have fewer.
+    """
     return policy.history_tokens or policy.query_tokens
 
 
 @dataclass(frozen=True)
 class Selector:
-    """Selects the tokens that a request keeps, by its stored keys and its recorded queries."""
+    """Selects the tokens that a request keeps, by its stored keys and its recorded queries.
+    Subclasses differ in when they are used.
+    """
 
     stage: ClassVar[str]  # the label of this selector in metrics
 
@@ -37,7 +41,9 @@ class Selector:
 
     @property
     def query_tokens(self) -> int:
-        """How many queries of the last tokens of the request are needed."""
+        """How many queries of the last tokens of the request are needed. It may be more than a
+        short prompt has.
+        """
         return self.policy.query_tokens
 
     def select(self, layer: PromptLayer) -> Tensor | None:
@@ -54,10 +60,11 @@ class Selector:
         return None if selection is None else selection.keep_indices
 
     def protected_mask(self, layer: LayerStates) -> Tensor | None:
-        """Return a mask that marks the tokens that are always kept.
+        """Return a mask that marks the first `protect_first` slots, which are always kept. Spans
+        are protected by the method itself.
 
         Returns:
-            (layers, 1, S) bool, True for the first `protect_first` slots; None if that number is 0.
+            (layers, 1, S) bool; None if `protect_first` is 0.
         """
         if not self.protect_first:
             return None
@@ -77,12 +84,13 @@ class TurnSelector(PromptSelector):
     """
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
-        """Select the tokens of the request that are kept, in the form that `select` returns.
+        """Select the tokens of the request that are kept, in the form that `select` returns, which
+        are slots and not positions.
 
         Args:
             layer: the stored keys and the recorded queries of some layers, as rows of a batch.
             positions: (layers, 1 or H, S), the position of the token in each slot; None if slots
-                are positions.
+                are positions. Only a method with spans uses them.
         """
         policy = self.policy
         if positions is None or not isinstance(policy, WithSpans):
@@ -106,6 +114,9 @@ class AnswerSelector(Selector):
         return self.queries
 
     def select(self, layer: PromptLayer) -> Tensor | None:
+        """Select the tokens that are kept, in the form that `Selector.select` returns. The result
+        is never None.
+        """
         step = DecodeStep(
             queries=layer.queries,
             keys=layer.keys,
@@ -125,7 +136,9 @@ class AnswerSelector(Selector):
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """The blocks of a request before and after a compression, in one KV cache group."""
+    """The blocks of a request before and after a compression, in one KV cache group. Blocks are
+    numbers of vLLM's blocks, in the order of their tokens.
+    """
 
     group: int  # index of vLLM's KV cache group
     sources: tuple[int, ...]  # the blocks of its tokens
@@ -152,17 +165,21 @@ class Order:
         return self.selector.per_head_budget
 
     def reserved_tokens(self, block_tokens: int) -> int:
-        """Return for how many tokens there must be space in the blocks of the kept tokens."""
+        """Return for how many tokens per KV head there must be space in the blocks of the kept
+        tokens; see the function `reserved_tokens`.
+        """
         return reserved_tokens(self.selector, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
     def dropped_tokens(self) -> int:
-        """How many of the computed tokens are no longer stored after the compression."""
+        """How many of the computed tokens are no longer stored after the compression, on average
+        over heads.
+        """
         return self.seen_tokens - self.kept_tokens
 
 
 def reserved_tokens(selector: Selector, kept: int, held: int, block_tokens: int) -> int:
-    """Return for how many tokens there must be space in the blocks of the kept tokens.
+    """Return for how many tokens per KV head there must be space in the blocks of the kept tokens.
 
     If heads keep different numbers of tokens, the last page of a head may hold a single token. Then
     `block_tokens - 1` tokens are added to the mean, but never more than `held`.
@@ -214,7 +231,9 @@ class PromptPlan:
     answer_limit: AnswerLimit | None = None
 
     def next_compression(self, seen_tokens: int, held_tokens: int) -> Compression | None:
-        """Return the next compression of a request, or None if there will be none.
+        """Return the next compression of a request, or None if there will be none. It is the
+        compression of the prompt while the prompt is read and tokens will be evicted from it, and
+        an eviction from the answer otherwise.
 
         Args:
             seen_tokens: how many tokens have been computed.
@@ -226,12 +245,24 @@ class PromptPlan:
         return compression or self._answer_compression(seen_tokens, held_tokens)
 
     def _prompt_compression(self, held_then: int) -> Compression | None:
+        """Return the compression at the end of the prompt, or None if all tokens of the prompt are
+        kept.
+
+        Args:
+            held_then: how many tokens are stored when the prompt has been read.
+        """
         if self.policy is None or (kept := count_kept_tokens(self.policy, held_then)) == held_then:
             return None
         selector = self.selector_type(self.policy, protect_first=self.protect_first)
         return Compression(trigger_tokens=self.prompt_tokens, kept_tokens=kept, selector=selector)
 
     def _answer_compression(self, seen: int, held: int) -> Compression | None:
+        """Return the next eviction from the answer, or None if the answer has no limit.
+
+        Args:
+            seen: how many tokens have been computed.
+            held: how many of them are stored.
+        """
         if (limit := self.answer_limit) is None:
             return None
         due = max(self.prompt_tokens, seen - held + limit.max_tokens - 1) + 1
@@ -242,7 +273,7 @@ class PromptPlan:
 
     def limit_step(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
         """Return how many of the offered tokens a step may compute, so that it does not go beyond
-        the next compression.
+        the next compression. Without a compression it is all of them.
 
         Args:
             seen_tokens: tokens that are computed before the step.
@@ -255,7 +286,10 @@ class PromptPlan:
         return min(offered_tokens, compression.trigger_tokens - seen_tokens)
 
     def make_order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
-        """Return the order for the workers in a step, or None if they only have to run the model.
+        """Return the order for the workers in a step, or None if they only have to run the model,
+        because the step neither ends with a compression nor computes queries that one needs.
+
+        The moves of the order are still empty; the caller must add them if the order is due.
 
         Args:
             seen_tokens: tokens that are computed before the step.
@@ -282,7 +316,7 @@ class PromptPlan:
     def tokens_to_reserve(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int
     ) -> int:
-        """Return for how many tokens blocks must be reserved because a step ends with a
+        """Return for how many tokens per KV head blocks must be reserved because a step ends with a
         compression. The result is 0 if it does not.
 
         Args:
@@ -302,8 +336,8 @@ class PromptPlan:
 
     @property
     def shareable_tokens(self) -> int | None:
-        """How many tokens at the beginning have keys and values that other requests may reuse; None
-        for all tokens.
+        """How many tokens at the beginning have keys and values that other requests may reuse,
+        which are those up to the first compression; None for all tokens.
 
         Later tokens may have been computed without tokens that this request has dropped.
         """
@@ -313,17 +347,19 @@ class PromptPlan:
     @property
     def reusable_tokens(self) -> int | None:
         """How many tokens at the beginning the request may take from the prefix cache; None for all
-        tokens.
+        tokens, if it is never compressed.
 
-        The tokens that vote must be computed, because their queries are not in the cache.
+        The tokens that vote, and at least the last one before the first compression, must be
+        computed, because their queries are not in the cache.
         """
         if (first := self.next_compression(0, 0)) is None:
             return None
         return max(0, first.trigger_tokens - max(1, first.selector.query_tokens))
 
     def max_held(self, tokens: int) -> int:
-        """Return the largest number of tokens that the request stores at any time, until it has
-        computed `tokens` tokens.
+        """Return the largest number of tokens per head that the request stores at any time, until
+        it has computed `tokens` tokens. A compression counts only once the prompt has been read,
+        because all of the prompt is stored before.
         """
         read = min(tokens, self.prompt_tokens)
         if tokens <= self.prompt_tokens:
@@ -336,7 +372,7 @@ class PromptPlan:
 
     def unused_block_tokens(self, block_tokens: int) -> int:
         """Return the largest number of slots in its blocks that the request cannot use, because its
-        heads keep different numbers of tokens.
+        heads keep different numbers of tokens; 0 if they keep the same number.
         """
         is_ragged = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if is_ragged else 0
@@ -356,7 +392,7 @@ class TurnPlan(PromptPlan):
     @property
     def shareable_tokens(self) -> int | None:
         """How many tokens at the beginning have keys and values that other requests may reuse; None
-        for all tokens.
+        for all tokens. It is 0 if the history has dropped tokens.
         """
         return 0 if self.dropped_tokens else super().shareable_tokens
 
@@ -369,6 +405,6 @@ class TurnPlan(PromptPlan):
 
     def max_held(self, tokens: int) -> int:
         """Return the largest number of tokens that the request stores at any time, until it has
-        computed `tokens` tokens.
+        computed `tokens` tokens. If it begins with a history, its own compression is not counted.
         """
         return tokens - self.dropped_tokens if self.prefix_tokens else super().max_held(tokens)

@@ -93,7 +93,8 @@ class ServingSettings:
         sessions: how much of the cache the histories of sessions may take; None disables sessions.
 
     Raises:
-        InvalidArgumentError: a method that cannot be served, or a value that is out of range.
+        InvalidArgumentError: a method that cannot be served, an unknown parameter, a value that is
+            out of range, or settings that contradict each other.
         InvalidTypeError: a value has the wrong type.
     """
 
@@ -110,8 +111,8 @@ class ServingSettings:
         """Check the values of the settings, and that they can be used together.
 
         Raises:
-            InvalidArgumentError: the method cannot be served, a value is out of range, or two
-                settings contradict each other.
+            InvalidArgumentError: the method cannot be served, a parameter is unknown, a value is
+                out of range, or two settings contradict each other.
             InvalidTypeError: a value has the wrong type.
         """
         policy = self.policy
@@ -127,10 +128,12 @@ class ServingSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the settings of a server from vLLM's `additional_config`.
+        """Build the settings of a server from vLLM's `additional_config`. Without the key
+        `CONFIG_KEY` all settings have their defaults.
 
         Raises:
-            InvalidArgumentError: an unknown name, or a value that is out of range.
+            InvalidArgumentError: an unknown name, a value that is out of range, or settings that
+                contradict each other.
             InvalidTypeError: a value has the wrong type.
         """
         entry = dict(config.get(CONFIG_KEY) or {})
@@ -142,8 +145,11 @@ class ServingSettings:
         return cls(**own, parameters=entry, limits=limits, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the entry for vLLM's `additional_config` from which `from_config` can build these
-        settings. It can be written as JSON.
+        """Return these settings as a new dictionary to be merged into vLLM's `additional_config`,
+        from which `from_config` can build them.
+
+        Its only key is `CONFIG_KEY`. Most settings that have their default value are left out. It
+        can be written as JSON.
         """
         own: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
         own |= {PROTECT_FIRST: self.protect_first} if self.protect_first else {}
@@ -154,8 +160,9 @@ class ServingSettings:
 
     @property
     def summary(self) -> str:
-        """All settings that decide which tokens are kept, on one line of text for the log of the
-        server.
+        """All settings on one line of text for the log of the server: the method with its
+        parameters, and the limits for requests. Parameters of the method that are None are left
+        out.
         """
         made = self._make_policy(self.budget or None, self.parameters)
         own = {
@@ -171,27 +178,31 @@ class ServingSettings:
         return ", ".join(f"{name} {value}" for name, value in shown.items())
 
     def policy_for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
-        """Return the method that compresses the prompt of a request. The result is None if the
-        prompt is not compressed.
+        """Check the settings of a request whose prompt is not known yet, and return the method that
+        compresses the prompt; see `plan_request`.
+
+        The result is None if the prompt is not compressed, because the budget is 0 and there are no
+        spans. It is not checked that spans lie inside the prompt.
 
         Raises:
-            InvalidArgumentError: an unknown setting, a name without its prefix, or a value that is
-                out of range.
+            InvalidArgumentError: an unknown setting, a name without its prefix, a value that is out
+                of range, or settings that contradict each other.
             InvalidTypeError: a value has the wrong type.
         """
         return self.plan_request(extra_args, prompt_tokens=1).policy
 
     def plan_request(self, extra_args: Mapping[str, Any] | None, prompt_tokens: int) -> PromptPlan:
-        """Plan when and how a request is compressed.
+        """Plan when and how a request is compressed. It is not checked that spans lie inside the
+        prompt; see `methods.require_spans_fit`.
 
         Args:
             extra_args: `SamplingParams.extra_args` of the request, which HTTP bodies call
-                `vllm_xargs`. Settings of other software are ignored.
+                `vllm_xargs`; None if it has none. Settings of other software are ignored.
             prompt_tokens: the length of the prompt.
 
         Raises:
-            InvalidArgumentError: an unknown setting, a name without its prefix, or a value that is
-                out of range.
+            InvalidArgumentError: an unknown setting, a name without its prefix, a value that is out
+                of range, or settings that contradict each other.
             InvalidTypeError: a value has the wrong type.
         """
         requested = own_settings(extra_args or {})
@@ -207,19 +218,23 @@ class ServingSettings:
             raise type(error)(f"{PREFIX}{message}") from error
 
     def spans_of_request(self, extra_args: Mapping[str, Any]) -> RequestSpans:
-        """Return the spans of the prompt that a request drops, protects or compresses.
+        """Return the spans of the prompt that a request drops, protects or compresses; empty if it
+        has none.
 
         Raises:
-            RefusedError: the list of spans is wrong.
+            RefusedError: the list of spans is wrong, two spans with different edits overlap, or the
+                name of another setting is written wrongly.
             InvalidTypeError: a number has the wrong type.
             InvalidArgumentError: a number is out of range.
         """
         return _pop_spans(own_settings(extra_args))
 
     def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
-        """Return the spans of the prompt that a request keeps whatever the votes.
+        """Return the spans of the prompt that a request keeps whatever the votes: those that it
+        protects, and its `protect_first` tokens.
 
-        With a budget of 0 these are all tokens that are in no other span.
+        With a budget of 0 these are all tokens that it neither drops nor compresses. The settings
+        must have been checked by `plan_request`.
         """
         requested = own_settings(extra_args)
         spans = _pop_spans(requested)
@@ -239,12 +254,18 @@ class ServingSettings:
     ) -> PromptPlan:
         """Plan when and how a request of a session is compressed, if it begins with a history.
 
+        The settings must have been checked by `plan_request`. In the plan that is returned,
+        `prompt_tokens` is `held_tokens`.
+
         Args:
             extra_args: the settings of the request.
             held_tokens: how many tokens the request stores when its prompt has been read.
             spans: the edits of spans that the history does not contain yet.
             votes: False if only the edits of `spans` are carried out, without a compression of the
                 other tokens.
+
+        Raises:
+            InvalidArgumentError: the protected tokens do not fit into the budget.
         """
         requested = own_settings(extra_args)
         for name in (SPANS, SESSION):
@@ -254,12 +275,16 @@ class ServingSettings:
         return self._plan(requested, held_tokens, spans)
 
     def most_expensive_policies(self, prompt_tokens: int) -> list[Policy]:
-        """Return a list of methods, one of which needs the most memory that any request may cause.
+        """Return a list of methods, one of which needs the most memory that any request may cause
+        at the end of its prompt. Spans are not considered.
 
         A method without `voters` gives one candidate. For other methods `voters` is
         `max_window_size`, with every pooling and with both the longest window and a window of 1,
         because voters before the window take another code path. The budget is `prompt_tokens - 1`,
         or what the window needs if that is more.
+
+        Args:
+            prompt_tokens: the length of the longest prompt.
         """
         variants: list[dict[str, Any]] = [{}]
         if "voters" in parameter_names(self.policy):
@@ -277,11 +302,18 @@ class ServingSettings:
 
         Args:
             extra_args: the settings of the request.
-            question_tokens: how many last tokens of the prompt begin with the question.
+            question_tokens: the number of tokens from the first token of the question to the end of
+                the prompt.
 
         Returns:
-            The number of voters, which the library computes with `adapt_to_question` in the same
-            way; None if the method decides or the question is longer than `max_window_size`.
+            If the method has the parameters of `snapkv.default_policy`, all tokens of the question
+            but at least the window, as in the library (`adapt_to_question`). Otherwise the
+            parameter `voters`, which may be None. None if the method has no voters, or if the
+            question is longer than `max_window_size`.
+
+        Raises:
+            InvalidArgumentError: a parameter of the method is out of range.
+            InvalidTypeError: a parameter has the wrong type.
         """
         if question_tokens > self.max_window_size:
             return None
@@ -303,6 +335,17 @@ class ServingSettings:
     ) -> PromptPlan:
         """Combine the settings of a request with the settings of the server, and return the plan of
         the request.
+
+        Args:
+            requested: the settings of the request, without their prefix, and without spans and
+                session.
+            prompt_tokens: the length of the prompt.
+            spans: the edits of spans.
+
+        Raises:
+            InvalidArgumentError: an unknown parameter, a value that is out of range, or settings
+                that contradict each other.
+            InvalidTypeError: a value has the wrong type.
         """
         own = dict(requested)
         budget = own.pop("budget", self.budget)
@@ -329,7 +372,8 @@ class ServingSettings:
         )
 
     def _merge_parameters(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server's parameters with those of the request in their place.
+        """Return a new dictionary with the parameters of the server, in which those of the request
+        replace them.
 
         If the request sets another pooling, the server's parameter of the former pooling is left
         out.
@@ -348,7 +392,8 @@ class ServingSettings:
         prompt_tokens: int,
     ) -> WithSpans:
         """Return a method that carries out the edits of the spans, and that applies the budget to
-        all other tokens.
+        all other tokens. If the budget is 0 or is enough for all other tokens, it keeps all of
+        them.
 
         Args:
             plain: the method for a prompt without spans.
@@ -385,7 +430,10 @@ class ServingSettings:
 
     def _require_known_names(self, requested: Mapping[str, Any]) -> None:
         """Check that every setting of a request exists, and that its value is short enough to be
-        printed.
+        printed. The values of spans and session are not looked at.
+
+        Args:
+            requested: the settings of the request, without their prefix.
 
         Raises:
             RefusedError: a setting does not exist for the method of this server, or its value is
@@ -404,13 +452,17 @@ class ServingSettings:
             require_readable(full, value)
 
     def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
-        """Build the method of this server. If `budget` is None, its parameters are checked without
-        a budget of the user.
+        """Build the method of this server, and check its parameters.
+
+        Args:
+            budget: how many tokens the method keeps; None for some budget that is large enough for
+                the parameters, if the caller needs none.
+            parameters: the parameters of the method; those that are left out have their defaults.
 
         Raises:
             RefusedError: an unknown parameter, a value that a server cannot serve, or a window or
                 kernel above the limits of the server.
-            InvalidArgumentError: another value is out of range.
+            InvalidArgumentError: another value is out of range, or the budget is too small.
             InvalidTypeError: a value has the wrong type.
         """
         known = parameter_names(self.policy)
@@ -436,10 +488,12 @@ class ServingSettings:
 
 
 def _require_tokens(budget: object) -> None:
-    """Check that a budget is not a number of bytes, because a server promises numbers of tokens.
+    """Check that a budget is not a text with a number of bytes or a share, because a server
+    promises numbers of tokens. Other wrong values are accepted here.
 
     Raises:
         RefusedError: the budget is given in bytes or as a share of the cache.
+        InvalidArgumentError: the budget is a share or a number of bytes that is out of range.
     """
     size = byte_budget(budget) if isinstance(budget, str) else None
     if size is None:
@@ -470,5 +524,12 @@ def _ample_budget(parameters: Mapping[str, Any]) -> int:
 
 
 def _pop_spans(own: MutableMapping[str, Any]) -> RequestSpans:
-    """Remove the list of spans from the settings `own` of a request, and return its edits."""
+    """Remove the list of spans from the settings `own` of a request, which is changed in place, and
+    return its edits; empty if there is no list.
+
+    Raises:
+        RefusedError: the list of spans is wrong, or spans with different edits overlap.
+        InvalidTypeError: a number has the wrong type.
+        InvalidArgumentError: a number is out of range.
+    """
     return RequestSpans.from_edits(parse_spans(own.pop(SPANS))) if SPANS in own else _NO_SPANS

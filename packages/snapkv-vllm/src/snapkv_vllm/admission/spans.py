@@ -29,7 +29,9 @@ _NONE = Spans(())
 
 @dataclass(frozen=True, kw_only=True)
 class SpanEdit:
-    """A span of the prompt, and what a request does with the tokens in it."""
+    """A span of the prompt, and what a request does with the tokens in it: `DROP`, `PROTECT` or
+    `COMPRESS`.
+    """
 
     do: str
     span: Span
@@ -37,14 +39,16 @@ class SpanEdit:
 
 
 def parse_spans(value: object) -> tuple[SpanEdit, ...]:
-    """Check the list of spans that a request has sent, and return it.
+    """Check the list of spans that a request has sent, and return its edits in the same order. It
+    is not checked whether they overlap or lie inside the prompt.
 
     Args:
         value: a list of objects, or JSON text of such a list.
 
     Raises:
-        RefusedError: there is no list, it is too long, or one of its values is wrong.
-        InvalidTypeError: a number has the wrong type.
+        RefusedError: there is no list, it is too long, too many of its spans are compressed, or one
+            of its values is wrong.
+        InvalidTypeError: a number has the wrong type or is missing.
         InvalidArgumentError: a number is out of range.
     """
     if isinstance(value, str) and len(value) <= _MAX_CHARACTERS:
@@ -72,7 +76,7 @@ def _parse_entry(entry: object) -> SpanEdit:
 
     Raises:
         RefusedError: a field is unknown or wrong, or the start is not below the end.
-        InvalidTypeError: a number has the wrong type.
+        InvalidTypeError: a number has the wrong type or is missing.
         InvalidArgumentError: a number is out of range.
     """
     if not isinstance(entry, Mapping):
@@ -123,10 +127,11 @@ class RequestSpans:
     def from_edits(cls, entries: Sequence[SpanEdit]) -> Self:
         """Build the spans of a request from its edits.
 
-        A span to compress whose budget is at least its length is protected instead.
+        Spans to drop that overlap or touch are merged, and so are spans to protect. A span to
+        compress whose budget is at least its length is protected instead.
 
         Raises:
-            RefusedError: spans with different edits overlap.
+            RefusedError: spans with different edits overlap, or two spans to compress do.
         """
         parts: dict[str, list[tuple[Span, int]]] = {DROP: [], PROTECT: [], COMPRESS: []}
         for entry in entries:
@@ -140,7 +145,8 @@ class RequestSpans:
         return found
 
     def _require_disjoint(self) -> None:
-        """Check that no two spans with different edits overlap.
+        """Check that no two spans overlap. Spans to drop were merged with each other before, and so
+        were spans to protect.
 
         Raises:
             RefusedError: two spans overlap.
@@ -160,7 +166,9 @@ class RequestSpans:
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens are dropped in every head because of the spans."""
+        """How many tokens are dropped in every head because of the spans: those to drop, and those
+        of a compressed span that are above its budget.
+        """
         lost = sum(end - start - budget for (start, end), budget in self.compress)
         return self.drop.tokens + lost
 
@@ -171,8 +179,8 @@ class RequestSpans:
         return Spans.of(SPANS_FIELD, [*self.drop.parts, *self.protect.parts, *compressed])
 
     def with_protected_start(self, first_tokens: int) -> Self:
-        """Return a copy of these spans in which the first `first_tokens` tokens are protected as
-        well.
+        """Return these spans with the first `first_tokens` tokens protected as well. The result is
+        a copy, or this object if `first_tokens` is 0.
 
         Raises:
             RefusedError: one of these tokens is dropped or compressed.
@@ -185,7 +193,8 @@ class RequestSpans:
         return found
 
     def require_fit(self, prompt_tokens: int, window_tokens: int) -> None:
-        """Check that all spans of the request lie inside its prompt.
+        """Check that all spans of the request lie inside its prompt, and that none drops or
+        compresses tokens at the end that are always kept.
 
         Args:
             prompt_tokens: the length of the prompt, whose last token cannot be dropped.

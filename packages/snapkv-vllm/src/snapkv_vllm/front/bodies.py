@@ -53,8 +53,9 @@ _CLIENT_FIELDS = ("extra_body", "extra_args")
 def check_body(text: bytes, settings: ServingSettings, path: str) -> bytes:
     """Check the settings in the body of a request, and return the body that vLLM will read instead.
 
-    Spans and a session are moved into `vllm_xargs`. In the current `RequestContext` it is recorded
-    that the body was checked.
+    Spans and a session are moved into `vllm_xargs`; without either, `text` itself is returned. In
+    the current `RequestContext` it is recorded that the body was checked, if it is JSON, or why the
+    request is refused.
 
     Args:
         text: the body as it was sent; if it is not JSON it is returned unchanged, because vLLM
@@ -75,7 +76,7 @@ def check_body(text: bytes, settings: ServingSettings, path: str) -> bytes:
 
 
 def _parse_body(text: bytes) -> object:
-    """Parse the body of a request as JSON. The result is None if it is not JSON.
+    """Parse the body of a request as JSON. The result is None if it is not JSON, or if it is null.
 
     Raises:
         RefusedError: the body is nested too deeply, or has half of a surrogate pair, which vLLM
@@ -101,7 +102,9 @@ def _parse_body(text: bytes) -> object:
 
 
 def _is_deeper(body: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are nested inside each other."""
+    """Whether more than `most` lists and objects are nested inside each other, the body itself
+    included.
+    """
     nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []
     for _ in range(most):
@@ -119,13 +122,21 @@ def _move_into_xargs(
 ) -> tuple[object, Mapping[str, str]]:
     """Move the spans and the session of a request to the field that vLLM passes on to the engine.
 
+    Spans become JSON text, and are not checked. A session stays in its own field as well. It is
+    ignored on a server without sessions and at endpoints that only count tokens.
+
+    Args:
+        body: the parsed body, which is not changed.
+        path: the path of the endpoint.
+        has_sessions: whether the server has sessions.
+
     Returns:
         A new body, or `body` itself if it has neither; and the names under which the client sent
-        the settings that were moved, by their names inside.
+        the settings that were moved, by their names in `vllm_xargs`.
 
     Raises:
-        RefusedError: `vllm_xargs` is no object or has the same setting, or the session is named in
-            two ways.
+        RefusedError: `vllm_xargs` is no object or has the same setting, the session is named in two
+            ways, or `agent_hint` has another form.
     """
     if not isinstance(body, dict):
         return body, {}
@@ -152,8 +163,8 @@ def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
     `session_id`, which is a field of vLLM itself.
 
     Returns:
-        The name of the field, for error messages, and the name of the session; None if there is
-        none.
+        The name of the field, for error messages, and the name of the session, which is not
+        checked; None if there is none.
 
     Raises:
         RefusedError: the two fields name different sessions, or `agent_hint` has another form.
@@ -169,6 +180,7 @@ def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 def _session_in_hint(hint: object) -> Any:
     """Return the name of the session in the field `agent_hint` of a body, or None if it has none.
+    The name is not checked and may be any JSON value.
 
     Raises:
         RefusedError: the hint is no object, or has a field other than `session_id`.
@@ -193,10 +205,12 @@ def require_settings(
     """Check that the JSON body of a request has no setting that is wrong or that would be ignored.
 
     Args:
-        body: the body; anything but an object is left to vLLM.
+        body: the body, whose spans and session have been moved into `vllm_xargs`; anything but an
+            object is left to vLLM.
         settings: the settings of the server.
-        path: the path of the endpoint.
-        client_names: the names under which the client sent settings that were moved.
+        path: the path of the endpoint; without one, spans and a session are refused.
+        client_names: the names under which the client sent settings that were moved, by their names
+            in `vllm_xargs`, for error messages.
 
     Raises:
         SnapKVError: a setting is wrong, misspelled, or at a place where it would be ignored.
@@ -231,6 +245,11 @@ def require_settings(
 def _require_endpoint(own: Mapping[str, Any], path: str, client_names: Mapping[str, str]) -> None:
     """Check that a request has no spans or session that its endpoint would ignore, and that the
     name of its session is correct.
+
+    Args:
+        own: the settings of the request, by their names with the prefix.
+        path: the path of the endpoint.
+        client_names: as in `require_settings`.
 
     Raises:
         RefusedError: the endpoint ignores the setting, or the session's name is wrong.

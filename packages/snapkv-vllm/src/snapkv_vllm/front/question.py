@@ -22,7 +22,8 @@ def count_question_tokens(
 ) -> int | None:
     """Return how many of the last tokens of a chat's prompt belong to the question or follow it.
 
-    The question is the last text in the last message of a user.
+    The question is the last text in the last message of a user. If it stands in the prompt several
+    times, the last place counts.
 
     Args:
         messages: the messages of the chat.
@@ -31,8 +32,9 @@ def count_question_tokens(
         tokenizer: the tokenizer of the model.
 
     Returns:
-        The number of tokens; None if the question is not found, or has more than `MOST_VOTERS`
-        tokens.
+        The number of tokens; None if there is no question or it is not in `text`, if it has more
+        than `MOST_VOTERS` tokens to the end of the prompt, or if the tokens cannot be placed in the
+        text; see `count_tokens_from`.
     """
     contents = (one.get("content") for one in reversed(messages) if one.get("role") == "user")
     content = next(contents, None)
@@ -52,11 +54,13 @@ def count_tokens_from(
         tokenizer: the tokenizer of the model.
         text: the text that `ids` encode.
         ids: the token ids.
-        place: the first character to cover.
+        place: the first character to cover, before the end of the text.
         most: the largest result.
 
     Returns:
-        The number of tokens; None if it is above `most`, or the bytes of the tokens are not known.
+        The number of tokens. None if it is above `most`, if there are no ids, if the tokenizer is
+        not a fast one, or if the bytes of the last tokens are not known or are not the end of the
+        text.
     """
     if not (ids and getattr(tokenizer, "is_fast", False)):
         return None
@@ -72,7 +76,7 @@ def count_tokens_from(
 
 def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
     """Return the bytes that each token stands for. The result is None if the bytes of some token
-    are not known.
+    are not known. There must be at least one id.
     """
     if not 0 <= min(ids) <= max(ids) < len(vocabulary):
         return None
@@ -82,8 +86,8 @@ def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes]
 
 @functools.cache
 def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
-    """Return the bytes that every token of the vocabulary stands for. They are empty if they are
-    not known.
+    """Return the bytes that every token of the vocabulary stands for, by its id. They are empty if
+    they are not known.
     """
     from tokenizers.decoders import ByteLevel
 
@@ -108,7 +112,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 def _byte_level_bytes(token: str) -> bytes:
     """Return the bytes of a token from a byte-level vocabulary such as that of GPT-2, in which each
-    letter stands for one byte.
+    letter stands for one byte. They are empty if the token has another letter.
     """
     return bytes(_LETTERS[one] for one in token) if _LETTERS.keys() >= set(token) else b""
 

@@ -29,7 +29,12 @@ Render = Callable[..., Awaitable[Any]]
 
 def resolve_requests(renderer: Any, settings: ServingSettings) -> None:
     """Patch the renderer of vLLM's server, so that it checks the spans of a request against its
-    prompt and lets the question of a chat vote.
+    prompt and lets the question of a chat vote. A request that is refused gets an error response of
+    vLLM.
+
+    Args:
+        renderer: vLLM's renderer, which is changed in place.
+        settings: the settings of the server.
     """
     _Resolver(renderer, settings)
 
@@ -49,6 +54,22 @@ class _Resolver:
             setattr(renderer, name, partial(self._render, render, resolve))
 
     async def _render(self, render: Render, resolve: Render, request: Any, **options: Any) -> Any:
+        """Render a request as vLLM does, and then store the settings that depend on its prompt in
+        the request.
+
+        Before that, the tenant is put in front of the name of a session. Both change `request` in
+        place.
+
+        Args:
+            render: vLLM's method.
+            resolve: returns the settings to store, whose spans are checked against the prompt, or
+                None to leave the settings as they are.
+            request: vLLM's request.
+            options: further arguments of `render`.
+
+        Returns:
+            The result of `render`, or an error response of vLLM if the request is refused.
+        """
         extra_args = getattr(request, XARGS, None) or {}
         if _SESSION in extra_args:
             extra_args = {**extra_args, _SESSION: add_tenant(extra_args[_SESSION])}
@@ -67,7 +88,8 @@ class _Resolver:
         return made
 
     async def _resolve_completion(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
-        """Return the settings of a request for a completion if it has spans, otherwise None.
+        """Return the settings of a request for a completion if it has spans, otherwise None. The
+        result is also None if vLLM has answered with an error.
 
         Raises:
             RefusedError: there are spans and several prompts.
@@ -80,20 +102,33 @@ class _Resolver:
         return extra_args
 
     async def _resolve_chat(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
+        """Return the settings of a chat with the number of voters, if the question decides it, or
+        the settings themselves if there are spans. Otherwise the result is None, also if vLLM has
+        answered with an error.
+        """
         if not isinstance(made, tuple):
             return None
         found = await self._add_voters(request.messages, made, extra_args)
         return found or (extra_args if SPANS_FIELD in extra_args else None)
 
     async def _resolve_responses(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
+        """Return the settings of a request to ``/v1/responses`` with the number of voters, or None
+        if the question does not decide it or vLLM has answered with an error.
+        """
         messages = getattr(made, "messages", None)
         return messages and await self._add_voters(messages, made, extra_args)
 
     async def _add_voters(
         self, messages: Sequence[Any], made: Any, extra_args: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the settings with the number of voters added to them. The result is None if the
-        question is not known or does not decide this number.
+        """Return a copy of the settings with the number of voters added to them. The result is None
+        if the question is not found, or if the method or its parameters decide this number; see
+        `ServingSettings.count_voters`.
+
+        Args:
+            messages: the messages of the chat.
+            made: what vLLM has rendered from them.
+            extra_args: the settings of the request.
         """
         if self._settings.count_voters(extra_args, 1) is None:
             return None
@@ -103,12 +138,13 @@ class _Resolver:
         return None if voters is None else {**extra_args, _VOTERS: voters}
 
     def _require_spans_fit(self, extra_args: Mapping[str, Any], made: Any) -> None:
-        """Check that the spans of a request lie inside its prompt.
+        """Check that the spans of a request lie inside its prompt. A prompt without token ids is
+        not checked.
 
         The scheduler would find it too late for a status 400.
 
         Raises:
-            RefusedError: a span ends too late.
+            SnapKVError: a span ends too late, or the spans do not fit into the budget.
         """
         (inputs,) = _engine_inputs(made)
         if SPANS_FIELD in extra_args and (ids := inputs.get("prompt_token_ids")) is not None:
@@ -117,6 +153,9 @@ class _Resolver:
 
 
 def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int | None:
+    """Count the last tokens of a prompt from the beginning of the question; see
+    `count_question_tokens`. The result is also None for a prompt without text or token ids.
+    """
     (inputs,) = _engine_inputs(made)
     text, ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
     if not (isinstance(text, str) and ids):
@@ -125,7 +164,7 @@ def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int 
 
 
 def _engine_inputs(made: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the inputs for the engine that vLLM has made from a request."""
+    """Return the inputs for the engine that vLLM has made from a request, one for each prompt."""
     if hasattr(made, "engine_input"):  # the request was for /v1/responses
         return [made.engine_input]
     inputs: Sequence[Mapping[str, Any]] = made[1] if isinstance(made, tuple) else made

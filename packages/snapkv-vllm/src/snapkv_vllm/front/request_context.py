@@ -40,7 +40,9 @@ _current: ContextVar[RequestContext | None] = ContextVar("snapkv_request", defau
 
 @contextmanager
 def use_context(context: RequestContext) -> Iterator[None]:
-    """Make `context` the current context inside the ``with`` block."""
+    """Make `context` the current context inside the ``with`` block, and restore the former one
+    afterwards.
+    """
     token = _current.set(context)
     try:
         yield
@@ -49,8 +51,8 @@ def use_context(context: RequestContext) -> Iterator[None]:
 
 
 def current_context() -> RequestContext:
-    """Return the context of the HTTP request that is being answered, or a new one if there
-    is none.
+    """Return the context of the HTTP request that is being answered. If there is none, a new one is
+    returned, and changes to it are lost.
     """
     return _current.get() or RequestContext()
 
@@ -58,7 +60,7 @@ def current_context() -> RequestContext:
 @contextmanager
 def record_refusals() -> Iterator[None]:
     """Record in the current context why a request is refused, if the ``with`` block raises a
-    `SnapKVError`.
+    `SnapKVError`. The error is raised again.
     """
     try:
         yield
@@ -71,8 +73,8 @@ def check_prompts(client: Any) -> None:
     """Patch the method `generate` of vLLM's client, with which every endpoint sends its prompts to
     the engine.
 
-    Settings in bodies that were not checked are refused, and prompts of different tenants get
-    different cache salts.
+    The patched method raises a RefusedError for settings in a body that was not checked, and gives
+    the prompts of different tenants different cache salts.
     """
     generate = client.generate
 
@@ -85,7 +87,8 @@ def check_prompts(client: Any) -> None:
 
 
 def _require_checked(sampling_params: Any) -> None:
-    """Check that a request has no settings in a body that is not JSON, such as a form.
+    """Check that a request has no settings in a body that is not JSON, such as a form. A request
+    whose body was checked is always accepted.
 
     Raises:
         RefusedError: the body was not checked and has a setting, or too many names.
@@ -103,8 +106,11 @@ def _require_checked(sampling_params: Any) -> None:
 
 
 def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the tenant of a request, which is the SHA-256 hash of its API key. vLLM has checked
-    the key.
+    """Return the tenant of a request, which is the SHA-256 hash of its API key in hexadecimal
+    digits. vLLM has checked the key. A request without a key has the hash of an empty key.
+
+    Args:
+        headers: the headers of the request, as ASGI passes them.
     """
     header = next((value for name, value in headers if name.lower() == b"authorization"), b"")
     key = header.decode("latin-1").partition(" ")[2]
@@ -112,13 +118,16 @@ def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def add_tenant(name: str) -> str:
-    """Put the current tenant in front of a name, so that no other tenant can use the same name."""
+    """Return `name` with the first 32 digits of the current tenant and a slash in front of it, so
+    that no other tenant can use the same name. On a server without API keys only the slash is
+    added.
+    """
     return f"{current_context().tenant[:32]}/{name}"
 
 
 def _add_tenant_salt(prompt: Any) -> Any:
-    """Return a prompt whose cache salt contains the current tenant, so that it reuses no blocks of
-    another tenant.
+    """Return a copy of a prompt whose cache salt contains the current tenant, so that it reuses no
+    blocks of another tenant. On a server without API keys the prompt itself is returned.
     """
     if current_context().tenant == SHARED_TENANT:
         return prompt

@@ -27,8 +27,8 @@ class Route(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap the handler of the route so that a `SnapKVError` becomes an HTTPException with the
-        status of the error.
+        """Return FastAPI's handler of the route, wrapped so that a `SnapKVError` becomes an
+        HTTPException with the status of the error.
         """
         handle = super().get_route_handler()
 
@@ -49,9 +49,13 @@ class Route(APIRoute):
 def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
     """Check that the engines have deleted a session.
 
+    Args:
+        name: the name that the client has sent.
+        answers: the result of `SessionStore.delete_session` from every engine.
+
     Raises:
-        RefusedError: requests of the session are running (status 409), or there is no such session
-            (404).
+        RefusedError: requests of the session are running in an engine (status 409; other engines
+            may have deleted their histories), or there is no such session (404).
     """
     if any(one["requests"] for one in answers):
         remedy = "Delete it when its requests have ended"
@@ -62,7 +66,14 @@ def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
 
 
 def router(client: Any) -> APIRouter:
-    """Return the routes with which a client lists and deletes the sessions of its tenant."""
+    """Return the routes with which a client lists and deletes the sessions of its tenant.
+
+    GET `PATH` answers with the list of `SessionStore.list_sessions` from all engines. DELETE of
+    `PATH`, a slash and the name answers with status 204, or as `_require_deleted` says.
+
+    Args:
+        client: vLLM's client of the engines, whose schedulers must have sessions.
+    """
     core = client.engine_core
 
     async def call_engines(method: str, argument: str) -> list[Any]:

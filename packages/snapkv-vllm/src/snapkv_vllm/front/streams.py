@@ -13,9 +13,12 @@ Send = Callable[[Message], Awaitable[None]]
 
 class StreamGate:
     """Withholds the beginning of a stream until its first event, which shows whether the request is
-    refused.
+    refused. Each response needs a gate of its own.
 
     vLLM asks its engine only after the response has begun with status 200.
+
+    Args:
+        send: the ASGI function that sends a message to the client.
     """
 
     def __init__(self, send: Send) -> None:
@@ -27,6 +30,10 @@ class StreamGate:
     async def __call__(self, message: Message) -> None:
         """Send a message of the application to the client, or withhold it until the first event is
         complete.
+
+        If that event is an error, it is sent as a response with its own status, and the rest of the
+        stream is thrown away. Messages of a response that is not a stream of events with status 200
+        are sent at once.
         """
         if message["type"] == "http.response.start" and _is_stream(message):
             self._start = message
@@ -46,7 +53,9 @@ class StreamGate:
             await self._send(message)
 
     async def _refuse(self, error: Message) -> None:
-        """Send the error as a response of its own, with the HTTP status that belongs to it."""
+        """Send the error as a response of its own, with the HTTP status that belongs to its code or
+        type. The status is 500 if neither says one.
+        """
         fields, body = error["error"], json.dumps(error).encode()
         code = fields.get("code", _STATUS.get(fields.get("type"), 500))
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
@@ -62,8 +71,8 @@ def _is_stream(message: Message) -> bool:
 
 
 def _first_event(body: bytes) -> Any:
-    """Return the first event of a stream that contains data. The result is None if it is not
-    complete yet, and {} if it is not JSON.
+    """Return the first event that contains data in the beginning of a stream, parsed as JSON. The
+    result is None if no such event is complete yet, and {} if its data is not JSON.
     """
     for event in body.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         data = [line[len(b"data:") :] for line in event.split(b"\n") if line.startswith(b"data:")]

@@ -5,12 +5,19 @@ PARTED = PromptSelector(AdaKV(SnapKV(64)))
 
 
 def held_tokens(kept_tokens, prompt_tokens, block_tokens):
-    """Tokens that are counted for heads that keep so many on average."""
+    """Return the number of tokens for which space is reserved if heads keep `kept_tokens` on
+    average.
+    """
     return reserved_tokens(PARTED, kept_tokens, prompt_tokens, block_tokens)
 
 
 def shared_out(draw, budget, heads, prompt):
-    """As many tokens as there are, with at least one in every head and none with too many."""
+    """Share `budget` tokens per head out at random, so that each head keeps at least one and at
+    most `prompt` tokens.
+
+    Returns:
+        The number of tokens of each head.
+    """
     kept = [1] * heads
     for _ in range((budget - 1) * heads):
         kept[draw.choice([head for head in range(heads) if kept[head] < prompt])] += 1
@@ -18,7 +25,16 @@ def shared_out(draw, budget, heads, prompt):
 
 
 def spread(laid, states, slots):
-    """What all heads kept, as blocks hold it: (..., H, slots, D)."""
+    """Write the kept states of all heads to the places that `laid` computes.
+
+    Args:
+        laid: the `HeadPlaces` of a request.
+        states: (..., H, K, D), right-aligned.
+        slots: how many slots the request has per head.
+
+    Returns:
+        A tensor of shape (..., H, slots, D), as the blocks of the request store it.
+    """
     found = laid.make_output(states, slots)
     laid.scatter(states, found, slots)
     return found[..., :-1, :].reshape(*laid.kept.shape, slots, states.shape[-1])

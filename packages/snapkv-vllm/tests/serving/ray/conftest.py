@@ -30,7 +30,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def pytest_collection_modifyitems(items):
-    """Everything in this folder needs Ray, whose own warnings are not ours to fix."""
+    """Mark all tests of this folder as needing Ray, and let them pass with warnings of Ray."""
     for item in items:
         if "serving/ray" in item.nodeid:
             item.add_marker(pytest.mark.ray)
@@ -39,12 +39,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
+    """A small random model with a tokenizer."""
     return with_tokenizer(tmp_path_factory.mktemp("even-heads"))
 
 
 @pytest.fixture(scope="session")
 def ray_address(model):
-    """Where the two replicas answer."""
+    """The address at which the two replicas answer. Ray is stopped after the last test."""
     import socket
 
     import ray

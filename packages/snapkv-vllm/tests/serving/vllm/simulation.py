@@ -1,8 +1,8 @@
-"""A worker without a model: every slot remembers which token's state it holds.
+"""A worker without a model, in which every slot records the token whose state it stores.
 
-It does with blocks what vLLM's runner and this plugin do, and checks before each step's end that
-every request finds exactly the states of its own tokens, or of those it kept. A step may be carried
-out while the scheduler is already a step ahead, as under asynchronous scheduling.
+It moves blocks as vLLM's runner and this plugin do. In each step it checks that every request finds
+exactly the states of its own tokens, or of those that it kept. A step may be carried out while the
+scheduler is already a step ahead, as under asynchronous scheduling.
 """
 
 from collections import Counter, deque
@@ -22,19 +22,22 @@ from snapkv_vllm.layouts import slot_numbers
 
 
 def chosen(positions: Sequence[int], kept: int) -> list[int]:
-    """Some choice that depends on nothing else: every few of them, and the last ones."""
+    """Choose `kept` of the positions, by nothing but their number: every few of the first ones, and
+    the last ones. The result is in ascending order; `positions` must have at least `kept` entries.
+    """
     tail, held = kept // 2, len(positions)
     front = [place * (held - tail) // (kept - tail) for place in range(kept - tail)]
     return [positions[place] for place in (*front, *range(held - tail, held))]
 
 
 class SimulatedWorker:
-    """Carries out `SchedulerOutput`s in order.
+    """Carries out vLLM's `SchedulerOutput`s in order.
 
     Args:
-        blocks: how many there are.
-        block_tokens: tokens in a block.
-        windows: of the KV cache groups; None has full attention and is compressed.
+        blocks: the number of blocks.
+        block_tokens: the number of tokens in a block.
+        windows: the sliding window of each KV cache group; None has full attention and is
+            compressed.
     """
 
     def __init__(
@@ -54,6 +57,12 @@ class SimulatedWorker:
         self.histories: dict[int, list[int]] = {}
 
     def run(self, output: Any) -> ModelRunnerOutput:
+        """Carry out a step, and return its sampled tokens as vLLM's runner does.
+
+        Raises:
+            AssertionError: a request does not find the states of its own tokens, or an order does
+                not fit the step.
+        """
         begin = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         begin |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -71,6 +80,13 @@ class SimulatedWorker:
         return ModelRunnerOutput(list(ends), rows, sampled_token_ids=sampled)
 
     def _take_over(self, output: Any, begin: dict[str, int]) -> None:
+        """Update the blocks and the stored positions of requests by what the scheduler says at the
+        beginning of a step.
+
+        Args:
+            output: the step.
+            begin: how many tokens of each request are computed before the step, by request id.
+        """
         cached = output.scheduled_cached_reqs
         for name in (*output.finished_req_ids, *cached.resumed_req_ids):
             self.moved.pop(name, None)
@@ -102,17 +118,22 @@ class SimulatedWorker:
                 ]
 
     def _slots(self, blocks: Sequence[int], tokens: int) -> list[int]:
-        """The slots of the first tokens in these blocks."""
+        """Return the slots of the first `tokens` tokens in some blocks."""
         return slot_numbers(torch.tensor(blocks), tokens, self.block_tokens).tolist()
 
     def _state(self, name: str, token: int) -> int:
-        """A number that stands for the tokens up to a position, and for no others."""
+        """Return a number that stands for the tokens of a request up to the position `token`, and
+        for no others.
+        """
         states, tokens = self.states[name], self.tokens[name]
         while len(states) <= token:
             states.append(hash((states[-1] if states else 0, tokens[len(states)])))
         return states[token]
 
     def _write(self, name: str, new: Sequence[int]) -> None:
+        """Write the states of the new tokens of a request to the slots after its stored tokens, in
+        every KV cache group.
+        """
         for held, blocks in zip(self.held[name], self.blocks[name], strict=True):
             held += new
             places = self._slots(blocks, len(held))[len(held) - len(new) :]
@@ -121,6 +142,12 @@ class SimulatedWorker:
                 self.memory[place] = self._state(name, token)
 
     def _check(self, name: str, begin: int) -> None:
+        """Check that the slots of a request have the states of its stored tokens. Tokens before a
+        sliding window are not checked.
+
+        Raises:
+            AssertionError: a slot has another state.
+        """
         for group, window in enumerate(self.windows):
             held = self.held[name][group]
             for token, place in zip(
@@ -137,7 +164,14 @@ class SimulatedWorker:
                 self._choose(name, order)
 
     def _choose(self, name: str, order: Order) -> None:
-        """Move what stays, from where no request that comes later in the step has written."""
+        """Move the states of the tokens that are kept to the target blocks, and check the order.
+
+        Requests are compressed one after the other, so a source block that another request has
+        written to in this step is noticed.
+
+        Raises:
+            AssertionError: the order does not fit the request, or a source slot has another state.
+        """
         assert self.queries[name] == order.selector.query_tokens
         self.queries[name] = 0
         assert [move.group for move in order.moves] == self._compressed_groups
@@ -161,7 +195,9 @@ class SimulatedWorker:
         return [group for group, window in enumerate(self.windows) if window is None]
 
     def _sample(self, name: str, end: int) -> list[int]:
-        """The next token, which the tokens before it decide; none inside a prompt."""
+        """Return the next token of a request in a list, which is empty inside a prompt and if the
+        token is known already.
+        """
         tokens = self.tokens[name]
         if end < self.prompts[name]:
             return []
@@ -172,17 +208,21 @@ class SimulatedWorker:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What is sampled after these, which decide it."""
+    """Return the token that is sampled after `tokens`, which depends only on the last three of
+    them.
+    """
     return sum(tokens[-3:]) % 97 + 1
 
 
 class Simulation:
-    """A scheduler, a simulated worker, and steps under way between them; what requests should get.
+    """A scheduler, a simulated worker, and the steps that are scheduled but not carried out yet.
+
+    It also stores the answers that the requests must get.
 
     Args:
-        scheduler: vLLM's, compressing.
-        worker: carries its steps out.
-        ahead: how many steps the scheduler may be ahead.
+        scheduler: the compressing scheduler of vLLM.
+        worker: carries out its steps.
+        ahead: how many steps the scheduler may be ahead of the worker.
     """
 
     def __init__(self, scheduler: Any, worker: SimulatedWorker, ahead: int) -> None:
@@ -199,6 +239,14 @@ class Simulation:
         scheduler._preempt_request = count
 
     def send(self, name: str, ids: Sequence[int], generate: int, extra_args: Any) -> None:
+        """Add a request to the scheduler, and compute the answer that it must get.
+
+        Args:
+            name: the id of the request.
+            ids: the prompt.
+            generate: the number of tokens of the answer.
+            extra_args: the settings of the request, or None.
+        """
         init_none_hash(sha256)
         sampling = SamplingParams(
             max_tokens=generate, temperature=0, ignore_eos=True, extra_args=extra_args
@@ -211,14 +259,19 @@ class Simulation:
         self.expected[name] = tokens
 
     def abort(self, draw: Random) -> None:
-        """Abort one that is under way, if there is one."""
+        """Abort a random request that has not ended, if there is one."""
         if self.scheduler.requests:
             name = draw.choice(sorted(self.scheduler.requests))
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             del self.expected[name]
 
     def finish(self) -> None:
-        """Go on until all have ended, and the worker has heard of the last ones; check answers."""
+        """Run steps until all requests have ended and the worker knows of the last ones, and check
+        the answers of all requests that were not aborted.
+
+        Raises:
+            AssertionError: an answer is wrong.
+        """
         while self.scheduler.requests:
             self.step()
         self.drain()
@@ -228,6 +281,9 @@ class Simulation:
         self.expected = {}
 
     def step(self) -> None:
+        """Schedule a step, and carry out steps until the scheduler is at most `ahead` steps ahead.
+        If nothing is scheduled, all steps are carried out.
+        """
         output = self.scheduler.schedule()
         self._under_way.append(output)
         allowed = self.ahead if output.total_num_scheduled_tokens else 0
@@ -239,5 +295,6 @@ class Simulation:
         self.scheduler.update_from_output(output, self.worker.run(output))
 
     def drain(self) -> None:
+        """Carry out all steps that are scheduled."""
         while self._under_way:
             self._finish_one()

@@ -417,9 +417,15 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the token ids that were passed to `generate`, (B, N), or None if there are none."""
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    return ids if isinstance(ids, Tensor) else None
+    """Return the token ids that were passed to `generate`.
+
+    They are its first argument, or else `inputs`, or else `input_ids`.
+
+    Returns:
+        (B, N) integers; None if there are none, or if they are not a tensor.
+    """
+    given = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    return next((ids for ids in given if isinstance(ids, Tensor)), None)
 
 
 def _option(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -25,7 +25,7 @@ from snapkv.errors import CacheMismatchError, UnsupportedModelError, wrong
 from snapkv.hf.attention import is_wrapped, plain_name, register_attention
 from snapkv.hf.build import layers_for
 from snapkv.hf.generate import INSTALLATION, announce_prompts, stop_announcing
-from snapkv.hf.identity import require_model
+from snapkv.hf.identity import require_model, unwrapped
 from snapkv.policies import FullCache
 
 _lock = threading.Lock()
@@ -324,7 +324,7 @@ def install(model: PreTrainedModel) -> Installed:
     bit for bit.
 
     Args:
-        model: a transformers model, which is changed in place.
+        model: a transformers model, which is changed in place, or a `PeftModel` around one.
 
     Returns:
         An object that undoes the installation at the end of a ``with`` block, or by its method
@@ -334,6 +334,7 @@ def install(model: PreTrainedModel) -> Installed:
         InvalidTypeError: `model` is not a transformers model.
         UnsupportedModelError: the model cannot be compressed correctly.
     """
+    model = unwrapped(model)
     layers_for(model, FullCache())
     with _alone():
         return Installed(_put_on(model))
@@ -347,11 +348,12 @@ def uninstall(model: PreTrainedModel) -> None:
     called again.
 
     Args:
-        model: a transformers model, which is changed in place.
+        model: a transformers model, which is changed in place, or a `PeftModel` around one.
 
     Raises:
         InvalidTypeError: `model` is not a transformers model.
     """
+    model = unwrapped(model)
     require_model(model)
     with _alone():
         installation = _of(model) or Installation(model)

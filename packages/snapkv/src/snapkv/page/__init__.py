@@ -33,8 +33,9 @@ class Stop:
             cache.
         counts: (T,) int64, how many heads of all layers keep each token of the text.
         heads: the number of heads in all layers.
-        answer: a dictionary with `text`, `changes` (see `word_changes`) and `same`; None if there
-            is no answer.
+        answer: a dictionary with `text`, the answer; `changes`, its differences from the full
+            cache's answer as `word_changes` returns them; and `same`, whether both are the same.
+            None if there is no answer.
     """
 
     label: str
@@ -50,7 +51,7 @@ class Shown:
 
     Attributes:
         label: the method's name.
-        stops: one entry for each budget, in the order of increasing memory.
+        stops: one entry for each budget, at least one, in the order of increasing memory.
         chosen: the index of the entry that is shown when the page is opened.
         ballot: the votes for each token; None if the method does not vote, or they are not known.
         unvoted: the text that is shown for a token if there is no ballot.
@@ -71,9 +72,9 @@ class Page:
         title: the title, which says what was kept from which text.
         question: the question, or an empty string if it is not known.
         pieces: the text of every token.
-        methods: the methods; the page opens with the first one.
+        methods: the methods, at least one; the page opens with the first one.
         full: the text of the full cache's answer; None if it is not known.
-        request: all further values that are needed to make the page again.
+        request: all further values that are needed to make the page again, as JSON values.
     """
 
     title: str
@@ -84,7 +85,11 @@ class Page:
     request: dict[str, Any] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """Return the data of the page as JSON values, in the format that its scripts read."""
+        """Return the data of the page as JSON values, in the format that its scripts read.
+
+        In a long text, neighbouring tokens share a count, so that the page does not grow without
+        limit.
+        """
         stops = sum(len(method.stops) for method in self.methods)
         size = bin_tokens(len(self.pieces) * stops, MOST_COUNTS)
         return {
@@ -117,7 +122,7 @@ class Page:
 
     @functools.cached_property
     def html(self) -> str:
-        """The content of the page's HTML file."""
+        """The content of the page's HTML file, which needs no network and no other file."""
         return filled_page(self.data())
 
     def _repr_html_(self) -> str:
@@ -128,13 +133,13 @@ class Page:
         )
 
     def __repr__(self) -> str:
-        """Return the sentences that a terminal shows instead of the page."""
+        """Return the sentences of the entry that the page opens with, for a terminal."""
         stop = self.methods[0].stops[self.methods[0].chosen]
         return " ".join(stop.sentences)
 
 
 def filled_page(data: dict[str, Any]) -> str:
-    """Return the HTML file of a page.
+    """Return the HTML file of a page, with its styles, scripts and data.
 
     Args:
         data: the data that `Page.data` returned.
@@ -158,8 +163,8 @@ def _asset(name: str) -> str:
 def _harmless(text: str) -> str:
     """Escape all characters of a JSON text that could begin or end an HTML tag.
 
-    The text still has the same values. Lone surrogates, which UTF-8 cannot encode, are escaped,
-    too.
+    They become JSON escapes, so the text still stands for the same values. Lone surrogates are
+    escaped, too, because UTF-8 cannot encode them.
     """
     risky = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
     return risky.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -18,25 +18,34 @@ TOP_VOTERS = 3
 
 
 def packed(numbers: Tensor, dtype: torch.dtype) -> str:
-    """Encode a tensor of integers as base64, with the lowest byte of each number first."""
+    """Convert numbers to a dtype and encode them as base64, the lowest byte of each number first.
+
+    Args:
+        numbers: numbers of any shape, on any device. They are encoded in row-major order.
+        dtype: the integer type to store. Numbers outside its range wrap around silently, and
+            fractions are cut off.
+    """
     return base64.b64encode(numbers.to(dtype).cpu().contiguous().numpy().tobytes()).decode()
 
 
 def packed_counts(counts: Tensor, bin_tokens: int) -> str:
-    """Encode how many heads keep each token.
+    """Encode how many heads keep each token as base64.
 
     Args:
-        counts: (T,) int64, the number of heads that keep each token.
+        counts: (T,) int64, the number of heads that keep each token, below 65,536.
         bin_tokens: how many neighbouring tokens share a number, which is their highest count.
 
     Returns:
-        Base64 of two bytes for each bin.
+        Base64 of two bytes for each bin, the lower one first.
     """
     return packed(_bins(counts[None], bin_tokens).amax(dim=-1), torch.uint16)
 
 
 def bin_tokens(tokens: int, most: int) -> int:
-    """Return how many neighbouring tokens have to share a place if there are `most` places."""
+    """Return how many neighbouring tokens have to share a place if there are `most` places.
+
+    It is 1 if each token has a place of its own.
+    """
     return max(1, -(-tokens // most))
 
 
@@ -58,8 +67,9 @@ class Ballot:
     def strongest(self) -> int:
         """The index of the token that gets the most votes from a single voter.
 
-        Tokens at both ends of the text do not count, because attention sinks and the tokens next to
-        a question get many votes whatever they mean.
+        The first W and the last 2 W tokens do not count, because attention sinks and the tokens
+        next to a question get many votes whatever they mean. The index is 0 if no other tokens are
+        left.
         """
         voters, tokens = self.votes.shape
         far = self.votes[:, voters : max(voters, tokens - 2 * voters)]
@@ -68,8 +78,9 @@ class Ballot:
     def data(self) -> dict[str, Any]:
         """Return the votes as JSON values for the page.
 
-        For each place they name the voters that gave it the most votes, and their shares of its
-        votes.
+        Tokens of a long text share places. For each place the result names the voters that gave it
+        the most votes, at most `TOP_VOTERS`, as int32 indices of tokens; and their shares of its
+        votes in 255ths, as one byte each. Both are base64.
         """
         voters, tokens = self.votes.shape
         size = bin_tokens(tokens, MOST_VOTED)
@@ -93,7 +104,7 @@ def _bins(numbers: Tensor, size: int) -> Tensor:
     """Split the rows of a tensor into bins of equal size, and fill the last bin with zeros.
 
     Args:
-        numbers: (N, T).
+        numbers: (N, T), which stays unchanged.
         size: how many numbers a bin has.
 
     Returns:

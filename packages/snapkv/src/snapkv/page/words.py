@@ -22,9 +22,9 @@ def kept_sentence(kept: float, tokens: int, later: float, held_bytes: int, full_
     Args:
         kept: how many prompt tokens a head keeps, on average over all heads and layers.
         tokens: how many tokens the prompt has.
-        later: how many tokens after the prompt the cache also holds.
+        later: how many tokens after the prompt a head also keeps on average; 0 leaves them out.
         held_bytes: the number of bytes of the cache.
-        full_bytes: the number of bytes of the full cache after the same tokens.
+        full_bytes: the number of bytes of the full cache after the same tokens, at least 1.
     """
     behind = f", and {later:,.0f} later ones" if later else ""
     return (
@@ -40,7 +40,7 @@ def answer_sentence(same: bool, cut_after: int | None) -> str:
     Args:
         same: whether both answers are the same.
         cut_after: the number of tokens after which both answers were cut off; None if they were
-            not.
+            not. It is not used if the answers differ.
     """
     if not same:
         return "Its answer differs from the full cache's."
@@ -49,7 +49,7 @@ def answer_sentence(same: bool, cut_after: int | None) -> str:
 
 
 def _percent(share: float) -> str:
-    """Format a share as a percentage that says 0% or 100% only if this is exact."""
+    """Format a share in [0, 1] as a percentage that says 0% or 100% only if this is exact."""
     if 0 < share < 0.1:
         return f"{max(share, 0.001):.1%}"
     return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.1), 0.99):.0%}"
@@ -58,9 +58,13 @@ def _percent(share: float) -> str:
 def word_changes(before: str, after: str) -> list[Change]:
     """Compare two texts word by word, and return the runs of words that are the same or differ.
 
-    The runs without those called "new" add up to the first text, and the runs without those called
-    "gone" to the second. If the rest after the first difference has more than `MOST_WORDS` words,
-    it is one change.
+    Every word brings the white space before it. If one of the texts has more than `MOST_WORDS`
+    words from the first difference on, the rests of both are not compared: they become one "gone"
+    and one "new" run.
+
+    Returns:
+        The runs in the order of the texts, without empty ones. Those that are "same" or "gone" add
+        up to `before`, and those that are "same" or "new" add up to `after`.
     """
     ours, theirs = (re.findall(r"\s*\S+|\s+\Z", text) for text in (before, after))
     pairs = enumerate(zip_longest(ours, theirs))

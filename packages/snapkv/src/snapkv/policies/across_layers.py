@@ -31,15 +31,15 @@ class AcrossLayers(AroundScores):
     masks the other tokens and still holds them. Here layers and heads hold different numbers of
     tokens, as in AdaKV, and the memory is that of the kept tokens. The counts add up exactly to the
     budget times the heads of all layers. A head is only guaranteed its window and its sinks. If all
-    heads share one latent, the rows of a batch take as many bytes in a layer as the row that keeps
-    most of it.
+    heads share one latent, every row of a batch takes as many bytes in a layer as the row that
+    keeps the most tokens there.
 
     Layers are pruned while the prompt is read: an entry that is not among the best of the layers
     read so far cannot be among the best of all, so it is dropped. At most twice the budget and one
-    layer are held at a time (`snapkv.cache.shared_budget`). If the votes choose the budget, every
-    head keeps what it needs, and layers share nothing. If the budget is in bytes and the tokens are
-    quantized, heads win whole blocks of codes, because a partly filled block costs as much as a
-    full one.
+    group of layers are held at a time (`snapkv.cache.shared_budget`). If the votes choose the
+    budget, every head keeps what it needs, and layers share nothing. If the budget is in bytes and
+    the tokens are quantized, heads win whole blocks of codes, because a partly filled block costs
+    as much as a full one.
 
     Args:
         policy: the method that scores, with its budget: tokens per head on average. Its scores must
@@ -73,7 +73,8 @@ class AcrossLayers(AroundScores):
     def shares(self) -> bool:
         """Whether the number of tokens that a layer keeps depends on the other layers.
 
-        It does not if the votes choose the budget.
+        It is False if the votes choose the budget (`AutoBudget`); every layer can then select by
+        itself.
         """
         return not isinstance(self.policy.allocation, AutoBudget)
 
@@ -84,10 +85,12 @@ class AcrossLayers(AroundScores):
     def even_counts(self, layer: PromptLayer) -> list[int]:
         """Return the number of tokens that a head keeps on average, one number for each row.
 
-        The window is included.
+        The window is included. If several layers are stacked, each of their rows has a number.
 
         Raises:
-            InvalidArgumentError: the tokens that must be kept do not fit into the budget.
+            InvalidArgumentError: the tokens that must be kept do not fit into the budget; or, if
+                the votes choose the budget, the policy returned scores of another shape or dtype,
+                or NaN.
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         prefix = self.policy.prefix(layer)
@@ -97,14 +100,17 @@ class AcrossLayers(AroundScores):
         """Compute scores of all positions that can be compared with those of other layers.
 
         If the budget leaves no room beside the sinks in some layer, every head of that row keeps
-        the same number of positions, and the others get minus infinity.
+        the same number of positions, and the other positions get minus infinity. If a budget in
+        bytes buys whole blocks of codes, each score is replaced by the mean of its block, see
+        `in_blocks`.
 
         Args:
             layer: one layer, or several that are stacked as rows.
             even: the `even_counts` of every layer of the model, from the bottom to the top.
 
         Returns:
-            (B, H, T) float32: infinity for positions that must be kept, minus infinity for padding.
+            (B, H, T) float32, a new tensor: infinity for the window and other positions that must
+            be kept, minus infinity for padding.
 
         Raises:
             InvalidArgumentError: the policy returned scores of another shape or dtype, or NaN.
@@ -113,7 +119,7 @@ class AcrossLayers(AroundScores):
         scores = policy.compute_scores(prefix)
         if (weights := policy.summed_weights(layer)) != 1:
             scores = scores / weights
-        finite = torch.finfo(torch.float32)  # infinite is what must stay, and what must not
+        finite = torch.finfo(torch.float32)  # infinity marks what must stay, and padding
         ranked = prefix.mark_required(scores.float().clamp(finite.min, finite.max))
         window = layer.keys.shape[2] - prefix.slots
         ranked = F.pad(ranked, (0, window), value=math.inf)
@@ -131,7 +137,11 @@ class AcrossLayers(AroundScores):
         return ranked
 
     def _cost_of_blocks(self, layer: PromptLayer) -> TokenCost | None:
-        """Return the cost of a block of codes if a budget in bytes buys whole blocks, or None."""
+        """Return the cost of a block of codes if a budget in bytes buys whole blocks.
+
+        It is None for another budget, for tokens that are not quantized, and if the cost is not
+        known.
+        """
         cost = layer.cost if isinstance(self.policy.allocation, ByteBudget) else None
         return None if cost is None or cost.block_tokens == 1 else cost
 
@@ -139,6 +149,9 @@ class AcrossLayers(AroundScores):
         """Select the positions to keep in one layer, if the votes choose the budget.
 
         Every head keeps its window and as many positions as it needs.
+
+        Args:
+            layer: one layer, or several that are stacked as rows.
 
         Returns:
             The selection, or None if no head drops a position.
@@ -186,7 +199,8 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
     block gets minus infinity, because that block costs as much as a full one.
 
     Args:
-        ranked: (H, T) float32, infinite for positions that must be kept and for padding.
+        ranked: (H, T) float32, infinite for positions that must be kept and minus infinity for
+            padding. It stays unchanged.
         block_tokens: tokens of a block.
 
     Returns:
@@ -199,18 +213,18 @@ def in_blocks(ranked: Tensor, block_tokens: int) -> Tensor:
     found = torch.full_like(ranked, -math.inf)
     found[:, :whole] = means.expand_as(blocks).flatten(1)
     found = torch.empty_like(found).scatter_(-1, places, found)
-    return torch.where(ranked.isinf(), ranked, found)  # what must stay, and pads
+    return torch.where(ranked.isinf(), ranked, found)  # as in `ranked`
 
 
 def best_entries(scores: Tensor, totals: Sequence[int]) -> Tensor:
-    """Return a mask of the best entries of each row.
+    """Return a mask of the `totals[row]` best entries of each row.
 
     If scores are equal, the earlier layer, head and position wins. A score of minus infinity never
-    wins. An entry is True if it is among the best `totals[row]`.
+    wins, so fewer entries may be selected.
 
     Args:
         scores: (B, N) float32, the scores of all layers, one layer after the other.
-        totals: how many entries of each row to select.
+        totals: how many entries of each row to select, at least 1; more than N selects all.
 
     Returns:
         (B, N) bool.

@@ -26,11 +26,12 @@ class AdaKV(AroundScores):
 
     Args:
         policy: the method that scores, with its budget: tokens per head on average.
-        safeguard: the fraction of the even share that every head keeps, in (0, 1]; 1 is the policy
-            itself. 0.2 as in the authors' paper and kvpress; the authors' code defaults to 0.5.
+        safeguard: the fraction of the even share that every head keeps, in (0, 1]; with 1 all heads
+            keep the same number, as `policy` does by itself. 0.2 as in the authors' paper and
+            kvpress; the authors' code defaults to 0.5.
 
     Raises:
-        InvalidTypeError: `policy` does not score a prefix.
+        InvalidTypeError: `policy` does not score a prefix, or `safeguard` is not a number.
         InvalidArgumentError: `policy` does not keep its best scores, or `safeguard` is out of
             range.
     """
@@ -50,12 +51,13 @@ class AdaKV(AroundScores):
         """Select the window, and the best positions before it with a budget for each head.
 
         Returns:
-            The selection, in which heads keep different numbers of tokens; None if everything fits.
-            If there is a single head, the selection of `policy`.
+            The selection, in which heads keep different numbers of tokens. None if no head drops a
+            token. If there is a single head, the selection of `policy`.
 
         Raises:
-            InvalidArgumentError: the tokens that must be kept do not fit; or the policy returned
-                scores of another shape or dtype, or NaN.
+            InvalidArgumentError: the tokens that must be kept do not fit; the size of a token is
+                not known, for a budget in bytes; or the policy returned scores of another shape or
+                dtype, or NaN.
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         prefix = self.policy.prefix(layer, per_head_budget=True)
@@ -76,24 +78,30 @@ class AdaKV(AroundScores):
         return self.policy.can_select_after_drops
 
     def _head_budgets(self, prefix: Prefix, scores: Tensor, means: list[int]) -> list[list[int]]:
-        """Return the number of positions that each head keeps: B lists of H numbers.
+        """Return the number of positions that each head keeps before its window.
 
         Args:
             prefix: the positions before the window.
             scores: (B, H, P) float32.
             means: B numbers, how many positions a head of each row keeps on average.
+
+        Returns:
+            B lists of H numbers, whose mean in each row is that of `means`.
         """
         heads, sure = scores.shape[1], prefix.required_counts or prefix.sinks
         ranked, totals = prefix.mark_required(scores), [mean * heads for mean in means]
         return list(map(self._of_row, counts_of_best(ranked, totals).tolist(), means, sure))
 
     def _of_row(self, won: list[int], mean: int, sure: int) -> list[int]:
-        """Return the budgets of the heads of one row, whose average is `mean`.
+        """Return the budgets of the heads of one row, whose average is exactly `mean`.
+
+        Every head gets at least `sure` positions and the fraction `safeguard` of the others. The
+        rest is shared out by the best positions.
 
         Args:
             won: how many of the row's best positions are in each head.
             mean: how many positions a head keeps on average.
-            sure: how many positions every head must keep.
+            sure: how many positions every head must keep; a number above `mean` counts as `mean`.
         """
         sure = min(sure, mean)
         contested = mean - sure

@@ -21,7 +21,7 @@ class AroundScores(Policy):
             hint: an addition to the remedy if `policy` is of the wrong type.
 
         Raises:
-            InvalidTypeError: `policy` does not score a prefix.
+            InvalidTypeError: `policy` is not a `PrefixPolicy`.
             InvalidArgumentError: `policy` selects by something else than its scores.
         """
         if not isinstance(self.policy, PrefixPolicy):

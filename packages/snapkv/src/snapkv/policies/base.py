@@ -41,6 +41,7 @@ class Policy(metaclass=WithParameters):
     """The base class of all methods that decide which tokens of the prompt a layer keeps.
 
     Attributes:
+        name: the method's name on the command line and in `snapkv.policies.POLICIES`.
         per_head_budget: whether heads of a row may keep different numbers of tokens.
     """
 
@@ -60,45 +61,59 @@ class Policy(metaclass=WithParameters):
     @property
     @abstractmethod
     def query_tokens(self) -> int:
-        """The number of queries that `select` needs, counted from the end of the prompt."""
+        """The number of queries that `select` needs, counted from the end of the prompt.
+
+        It is `ALL_QUERIES` for a method that needs all of them, and 0 for one that needs none.
+        """
 
     @property
     def needs(self) -> frozenset[Need]:
-        """The names of everything that the method needs in addition to keys and values."""
+        """The names of all inputs that `select` needs beside keys, values and the last queries.
+
+        The set is empty by default.
+        """
         return frozenset()
 
     @property
     def needs_reconstruction_pass(self) -> bool:
         """Whether the model must read the prompt a second time before any question.
 
-        The prompt is read with `snapkv.kvzip.read_context` then.
+        If so, `snapkv.kvzip.read_context` must read the prompt; a plain forward pass is refused.
         """
         return "reconstruction_pass" in self.needs
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return a copy of the policy that knows the token ids of `tokenizer`.
 
-        A policy that does not look at token ids returns itself.
+        By default, for a policy that does not look at token ids, this is the policy itself.
         """
         del tokenizer
         return self
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of prompt tokens that a head of a layer can keep, or None.
+        """The largest number of prompt tokens that a head of a layer can keep, window included.
 
-        None if there is no limit, or if heads of a row keep different numbers of tokens.
+        It is None if there is no limit, or if heads of a row keep different numbers of tokens. The
+        default is None.
         """
         return None
 
     @property
     def per_query_head(self) -> bool:
-        """Whether the query heads that share a KV head can each keep their own positions."""
+        """Whether the query heads that share a KV head can each keep their own positions.
+
+        The cache then stores keys and values once per query head. The default is False.
+        """
         return False
 
     @abstractmethod
     def select(self, layer: PromptLayer) -> Selection | None:
         """Select the positions of the prompt to keep.
+
+        Args:
+            layer: the tensors of one layer, or of several layers as rows if `can_select_stacked` is
+                True. They must not be changed.
 
         Returns:
             The selection, or None to keep everything unchanged.
@@ -106,27 +121,33 @@ class Policy(metaclass=WithParameters):
 
     @property
     def promised_window(self) -> int:
-        """The number of tokens at the end of the prompt that every head keeps, or 0."""
+        """The number of tokens at the end of the prompt that every head keeps; 0 by default.
+
+        A selection of a user's own policy that lacks some of these tokens is refused.
+        """
         return 0
 
     @property
     def can_select_stacked(self) -> bool:
         """Whether `select` can handle several layers at once, which are stacked as rows.
 
-        See `PromptLayer.stack`.
+        See `PromptLayer.stack`. The default is False.
         """
         return False
 
     @property
     def can_select_after_drops(self) -> bool:
-        """Whether `select` still works after tokens inside the prompt have been dropped."""
+        """Whether `select` still works after tokens inside the prompt have been dropped.
+
+        The default is False.
+        """
         return False
 
     def require_protection(self, spans: Spans) -> None:
         """Check that the method can protect the tokens in `spans`.
 
-        It must keep `LayerStates.protected`, and its budget must be large enough. The default
-        raises always.
+        A method that can do so must keep `LayerStates.protected`, and its budget must be large
+        enough. The default always raises.
 
         Raises:
             InvalidArgumentError: the method cannot protect tokens, or `spans` cannot fit.
@@ -136,9 +157,13 @@ class Policy(metaclass=WithParameters):
         raise wrong("protect", problem, "Use SnapKV(budget=1024), or leave protect out")
 
     def require_room(self, layer: PromptLayer) -> None:
-        """Check in the first layer that every layer can hold all protected tokens.
+        """Check that every layer can hold all protected tokens of a prompt.
 
-        This looks at sizes only, before any score is computed. The default accepts everything.
+        This is called for the first layer only, and looks at sizes before any score is computed.
+        The default accepts everything.
+
+        Args:
+            layer: the first layer at the end of the prompt.
 
         Raises:
             InvalidArgumentError: the tokens that must be kept do not fit.
@@ -146,26 +171,39 @@ class Policy(metaclass=WithParameters):
         del layer
 
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake | None:
-        """Return the votes of the window on the prefix, or None if the method does not vote."""
+        """Return the votes of the window on the positions before it.
+
+        Returns:
+            The votes, or None if the method does not vote, as by default.
+        """
         del layer
         return None
 
     def describe(self) -> dict[str, Any]:
         """Return the name and the parameters of the method as JSON values.
 
-        The parameters of a wrapped method are included.
+        A wrapped method or a budget is described by a dictionary of its own. Large parameters may
+        be shortened, so the result need not be enough to create the method again; see `as_saved`.
+
+        Returns:
+            A new dictionary: "name", and each parameter by its name.
         """
         return self._describe_with("describe")
 
     def as_saved(self) -> dict[str, Any]:
-        """Return everything that a file needs to create the method again, as JSON values."""
+        """Return everything that a file needs to create the method again, as JSON values.
+
+        The dictionary has the form of that of `describe`, but no parameter is shortened.
+        """
         return self._describe_with("as_saved")
 
     def _describe_with(self, how: str) -> dict[str, Any]:
         """Return the name and the parameters of the method.
 
         Args:
-            how: the name of the method to call on parameters that have it, such as "describe".
+            how: the name of the method to call on parameters that have it, such as "as_saved". Of
+                other parameters `describe` is called if they have it; the rest is returned as it
+                is.
         """
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.init}
         describers = {
@@ -181,9 +219,11 @@ class Policy(metaclass=WithParameters):
 class EvictingPolicy(Policy):
     """A policy that also evicts tokens during decoding, so that the cache never exceeds its budget.
 
-    Its scores of the slots move with the slots: `Selection.scores` at the end of the prompt,
-    `DecodeStep.scores` and `Eviction.scores` from step to step. Its notes on the heads stay the
-    same: `Selection.head_notes`, `DecodeStep.head_notes`.
+    It can keep numbers between the steps, in the layer and not in itself. The scores of the slots
+    are returned as `Selection.scores` at the end of the prompt and as `Eviction.scores` after each
+    step; the next step gets those of the kept slots as `DecodeStep.scores`. Numbers of the heads
+    are returned once, as `Selection.head_notes`, and every step gets them as
+    `DecodeStep.head_notes`.
     """
 
     @property
@@ -191,22 +231,29 @@ class EvictingPolicy(Policy):
     def max_decode_tokens(self) -> int | None:
         """The largest number of tokens that a layer can hold during decoding.
 
-        None if heads may hold different numbers.
+        If layers have different budgets, it is the smallest of these numbers. None if heads may
+        hold different numbers.
         """
 
     @property
     def history_tokens(self) -> int:
         """The number of previous queries that `evict` needs; 0 if it only needs those of its step.
 
-        The layer keeps these queries: (B, Hq, history, D) beside its keys and values.
+        The layer stores these queries, (B, Hq, history, D), beside its keys and values. 0 by
+        default.
         """
         return 0
 
     def note(self, layer: PromptLayer) -> Tensor | None:
         """Return the scores that the tokens of the prompt have when decoding begins.
 
+        `PromptThenDecode` calls this in place of `select`, because another method selects.
+
+        Args:
+            layer: the layer at the end of the prompt, before any token is evicted.
+
         Returns:
-            (B, H, T) float32, or None if the method needs no scores.
+            (B, H, T) float32; None if the method needs no scores, as by default.
         """
         return None
 
@@ -219,6 +266,12 @@ class EvictingPolicy(Policy):
         """Select the slots to keep after a decode step.
 
         The new tokens of the step are already stored and can be dropped, too.
+
+        Args:
+            step: the layer after the step. Its tensors belong to the cache and must not be changed.
+
+        Returns:
+            The slots to keep and their new scores. Its `keep_indices` are None to keep every slot.
         """
 
     def _require_all_spans(self, spans: Spans, room: int, beside: str) -> None:

@@ -1,9 +1,9 @@
 """How many positions of a prompt every row, layer or head keeps.
 
-This is the one place where a budget becomes positions. A budget is a number of tokens or a fraction
-of the prompt (`TokenBudget`), bytes (`ByteBudget`), or what the votes need (`AutoBudget`).
-`pyramidkv.LayerBudget` gives lower layers more of one of these; `AdaKV` and `AcrossLayers` give
-some heads more.
+All budgets become numbers of positions in this module. A budget is a number of tokens or a fraction
+of the prompt (`TokenBudget`), a number or fraction of bytes (`ByteBudget`), or chosen by the votes
+(`AutoBudget`). `pyramidkv.LayerBudget` gives lower layers more of such a budget; `AdaKV` and
+`AcrossLayers` give some heads more.
 """
 
 import functools
@@ -46,9 +46,9 @@ kept, minus infinity for padding."""
 
 
 def dilution(tokens: float) -> float:
-    """Return the factor by which the votes in a long prompt are increased.
+    """Return the factor by which votes must be multiplied to compare them with a short prompt's.
 
-    It is 1 for prompts of up to `UNDILUTED_TOKENS` tokens.
+    It is 1 for prompts of up to `UNDILUTED_TOKENS` tokens, and above that proportional to `tokens`.
     """
     return max(1.0, tokens / UNDILUTED_TOKENS)
 
@@ -64,14 +64,17 @@ class Budget(metaclass=WithParameters):
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of tokens that a layer can keep, or None if there is no limit.
+        """The largest number of tokens that a layer can keep, window included.
 
-        The window is included.
+        It is None if there is no such number before the prompt is known, as by default.
         """
         return None
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
         """Check that the budget is large enough for the window and the attention sinks.
+
+        Here only `window_size` and `sink_tokens` themselves are checked; subclasses check their
+        budget.
 
         Raises:
             InvalidTypeError: a value has the wrong type.
@@ -89,24 +92,30 @@ class Budget(metaclass=WithParameters):
         mean.
 
         Args:
-            prefix: the positions before the window.
+            prefix: the positions before the window. Its rows may be those of several stacked
+                layers.
             votes: computes the votes; None to count as if every position was voted for.
 
         Returns:
-            B numbers, none larger than the row's number of positions.
+            One number for each row, not larger than the row's number of positions.
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return the parameters of the budget as JSON values."""
+        """Return the parameters of the budget as JSON values, as {key: {parameter: value}}.
+
+        The budget must have a `key`, which a `TokenBudget` has not.
+        """
         return {self.key: asdict(self)}  # type: ignore[call-overload] # every kind is a dataclass
 
     @classmethod
     def _from_description(cls, budget: dict[str, Any]) -> Self:
         """Create a budget from a dictionary that `describe` returned.
 
+        Parameters that are missing get their defaults.
+
         Raises:
-            InvalidArgumentError: the dict has another key, or unknown fields; or a value is out of
-                range.
+            InvalidArgumentError: the dictionary has another key, or unknown parameters; or a value
+                is out of range.
             InvalidTypeError: a value has the wrong type.
         """
         known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
@@ -142,8 +151,9 @@ class TokenBudget(Budget):
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
         """Return the number of positions that each row keeps before its window.
 
-        With a number of tokens that number less the window, but no more than the row has; with
-        `keep_ratio` that fraction of the row's prefix, but at least its sinks.
+        With a number of tokens it is that number less the window, but no more than the row has.
+        With `keep_ratio` it is that fraction of the row's positions before the window, rounded
+        down, but at least its sinks. `votes` are not used.
         """
         if self.tokens is not None:
             return [min(own, self.tokens - prefix.window_size) for own in prefix.lengths]
@@ -184,13 +194,15 @@ class AutoBudget(Budget):
 
     @classmethod
     def read(cls, budget: object) -> object:
-        """Return the budget that the user has asked for, or `budget` if it is of another kind.
+        """Convert "auto", or a dictionary that `describe` returned, to an `AutoBudget`.
 
-        "auto" and a dictionary of `describe` are converted.
+        Returns:
+            The budget; `budget` itself if it is neither "auto" nor a dictionary.
 
         Raises:
-            InvalidArgumentError: a dict describes no such budget.
-            InvalidTypeError: a value in the dict has the wrong type.
+            InvalidArgumentError: a dictionary does not describe an `AutoBudget`, or a value is out
+                of range.
+            InvalidTypeError: a value in the dictionary has the wrong type.
         """
         if budget == AUTO:
             return cls()
@@ -216,10 +228,15 @@ class AutoBudget(Budget):
             raise wrong("budget, most", problem, "Raise most or lower least")
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
-        """Return the number of positions that the most demanding head of each row needs.
+        """Return the number of positions that each row needs before its window.
 
-        If heads have budgets of their own, return the mean of the heads, rounded up. The numbers
-        are at least `least`, and at most what `most` and the row's length allow.
+        It is the number that the most demanding head of the row needs. If heads have budgets of
+        their own, it is the mean of the heads, rounded up. The numbers are at least `least`, and at
+        most what `most` and the row's length allow.
+
+        Args:
+            prefix: the positions before the window.
+            votes: computes the votes; None to count all positions of the row.
 
         Raises:
             InvalidArgumentError: the policy returned scores of another shape or dtype, or NaN.
@@ -240,8 +257,12 @@ class AutoBudget(Budget):
     def count_required(self, shares: Tensor) -> Tensor:
         """Count the positions of each head that have too many votes to be dropped.
 
+        These are the positions whose share is above `lost_vote`, or in a prompt with more than
+        `UNDILUTED_TOKENS` positions above a bound that falls in proportion. `least` and `most` are
+        not applied.
+
         Args:
-            shares: (B, H, P) float32, as `Votes` returns them.
+            shares: (B, H, P) float32, as `Votes` returns them: minus infinity for padding.
 
         Returns:
             (B, H) int64.
@@ -287,14 +308,15 @@ class ByteBudget(Budget):
 
     @classmethod
     def read(cls, budget: object) -> object:
-        """Return the budget that the user has asked for, or `budget` if it is of another kind.
+        """Convert a text such as "64MiB", or a dictionary of `describe`, to a `ByteBudget`.
 
-        A text such as "12%" or "64MiB" and a dictionary of `describe` are converted.
+        Returns:
+            The budget; `budget` itself if it is anything else, such as another text.
 
         Raises:
-            InvalidArgumentError: the text names no bytes or a share out of range, or a dict
-                describes no such budget.
-            InvalidTypeError: a value in the dict has the wrong type.
+            InvalidArgumentError: a percentage or a number of bytes is out of range, or a dictionary
+                with the key "bytes" describes no budget.
+            InvalidTypeError: a value in the dictionary has the wrong type.
         """
         if isinstance(budget, str):
             found = byte_budget(budget)
@@ -306,10 +328,10 @@ class ByteBudget(Budget):
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
         """Return the number of positions that fit into the budget next to the window.
 
-        The sinks are always included.
+        It is never more than the row has. The sinks are always included; `votes` are not used.
 
         Raises:
-            InvalidArgumentError: it is not known how many bytes a token takes.
+            InvalidArgumentError: `prefix.layer` does not say how many bytes a token takes.
             BudgetTooSmallError: the bytes cannot hold the window and the sinks.
         """
         layer, window = prefix.layer, prefix.window_size
@@ -328,7 +350,7 @@ class ByteBudget(Budget):
         ]
 
     def tokens(self, cost: TokenCost, own: int, least: int, depth: int, layers: int) -> int:
-        """Return the number of tokens of a row that fit into one layer.
+        """Return the number of tokens of a row that fit into one layer, window included.
 
         It may be more than the row has.
 
@@ -340,8 +362,8 @@ class ByteBudget(Budget):
             layers: how many layers are compressed.
 
         Raises:
-            BudgetTooSmallError: `bytes` holds fewer than `least` tokens. (A share keeps `least`
-                then.)
+            BudgetTooSmallError: `bytes` holds fewer than `least` tokens. (With a share the result
+                is `least` instead.)
         """
         return cost.fitting_tokens(
             self.share, self.bytes, own=own, least=least, depth=depth, layers=layers
@@ -349,10 +371,10 @@ class ByteBudget(Budget):
 
 
 def require_tokens(policy: Any) -> None:
-    """Check that the budget of an evicting policy is not in bytes.
+    """Check that the `budget` of an evicting policy is not in bytes.
 
     Raises:
-        InvalidArgumentError: the budget is in bytes.
+        InvalidArgumentError: the budget is a `ByteBudget`, or a text that stands for one.
     """
     if isinstance(ByteBudget.read(policy.budget), ByteBudget):
         problem = f"expected a number of tokens for {policy.name}, got {policy.budget!r}"
@@ -363,7 +385,7 @@ def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
     """Return the budget of a policy, or of the policy that it wraps.
 
     Returns:
-        The budget, or None if there is none.
+        The budget as the policy holds it; None if it has no budget, or a `keep_ratio` instead.
     """
     while hasattr(policy, "policy"):
         policy = policy.policy
@@ -371,14 +393,17 @@ def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:
 
 
 def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
-    """Round numbers to integers that have the same sum.
+    """Round numbers to integers that add up to `total`.
 
-    Every number is rounded down. What is left of `total` goes to the numbers with the largest
-    remainders; of equal remainders to the smaller number, then to the first.
+    Every number is rounded down. What is left of `total` is added, one each, to the numbers with
+    the largest remainders; of equal remainders to the smaller number, then to the first.
 
     Args:
-        shares: numbers that add up to `total`.
+        shares: numbers that add up to `total`; this is not checked.
         total: the sum.
+
+    Returns:
+        The integers in the order of `shares`.
     """
     whole = [math.floor(share + 1e-9) for share in shares]
     order = sorted(
@@ -395,9 +420,12 @@ def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tup
 
     Args:
         bottom: the budget of the first layer, before rounding.
-        top: the budget of the last layer, before rounding.
+        top: the budget of the last layer, before rounding. ``bottom + top`` must be ``2 * mean``.
         mean: the exact mean of the result.
-        num_layers: how many layers there are.
+        num_layers: how many layers there are. A single layer gets `mean`.
+
+    Returns:
+        Integers that add up to ``mean * num_layers``.
     """
     steps = max(num_layers - 1, 1)
     shares = [bottom - (bottom - top) * depth / steps for depth in range(num_layers)]
@@ -409,12 +437,15 @@ def linear_budgets(bottom: float, top: float, mean: int, num_layers: int) -> tup
 def counts_of_best(ranked: Tensor, totals: list[int]) -> Tensor:
     """Count how many of the best scores of a row belong to each head.
 
+    Of equal scores the one in the earlier head counts, then the one at the earlier position.
+
     Args:
-        ranked: (B, H, P) float32.
-        totals: how many of the best scores of each row to count, over all its heads.
+        ranked: (B, H, P) float32. Padding must be minus infinity.
+        totals: how many of the best scores of each row to count, over all its heads; no more than
+            the row has without padding.
 
     Returns:
-        (B, H) int64.
+        (B, H) int64, which add up to the row's total.
     """
     B, H, P = ranked.shape
     most = max(totals)

@@ -1,6 +1,6 @@
-"""Checks of what a policy selects, for policies that are not the library's own.
+"""Checks of what a policy selects, for policies that do not belong to the library.
 
-What only the device knows is checked after the last layer, because that waits for a GPU.
+Numbers on the device are checked after the last layer, because reading them waits for a GPU.
 """
 
 import functools
@@ -53,8 +53,9 @@ def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selecti
     """Select positions with a policy, and check the result if the policy is a user's own.
 
     The library's own methods are checked by tests instead, because the check costs a GPU some
-    thirty launches for each group of layers. If something is wrong, the first positions replace the
-    policy's indices, which would cause a fault of the device before they are refused.
+    thirty launches for each group of layers. If a user's policy returned wrong indices, the result
+    has the first positions in their place: the wrong ones would cause a fault of the device before
+    they are refused.
 
     Args:
         policy: the policy that selects.
@@ -65,9 +66,9 @@ def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selecti
         The selection, or None to keep everything.
 
     Raises:
-        InvalidArgumentError: the policy returned something else than a selection of this layer.
-            Wrong numbers are refused here too if `layer.deferred_checks` is None, else when those
-            checks run.
+        InvalidArgumentError: the policy returned anything but None or a selection of this layer.
+            Wrong numbers are refused here too if `layer.deferred_checks` is None; otherwise the
+            check is appended to that list and raises later.
     """
     selection = policy.select(layer)
     if selection is None or type(policy).__module__.startswith(_LIBRARY):
@@ -93,6 +94,8 @@ def select(policy: Policy, layer: PromptLayer, layers: Sequence[int]) -> Selecti
 
 def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, str] | None:
     """Describe the first problem with a selection that can be found without waiting for a GPU.
+
+    These are problems with types, dtypes and shapes.
 
     Returns:
         The problem and its remedy, or None if there is no problem.
@@ -133,7 +136,7 @@ def _problem_of(policy: Policy, layer: PromptLayer, made: object) -> tuple[str, 
 
 
 def _is_count(made: object, shape: Sequence[int]) -> bool:
-    """Return whether an object is a tensor of integers with the given shape."""
+    """Return whether an object is a tensor of integers (no bool) with the given shape."""
     if not isinstance(made, Tensor) or made.is_floating_point() or made.dtype == torch.bool:
         return False
     return tuple(made.shape) == tuple(shape)
@@ -146,10 +149,15 @@ def _shown(made: object) -> str:
 
 
 def _faults_of(window: int, layer: PromptLayer, made: Selection) -> Tensor:
-    """Return a mask of the faults that each row of the selection has.
+    """Return which faults each row of the selection has.
+
+    Args:
+        window: how many tokens at the end of the prompt every head must keep.
+        layer: the layer that was selected from.
+        made: the selection, whose shapes are right.
 
     Returns:
-        (faults, B) bool, in the order of `_FAULTS`.
+        (faults, B) bool on the device, in the order of `_FAULTS`.
     """
     indices, tokens, none = made.keep_indices, layer.keys.shape[2], made.keep_indices.new_zeros(1)
     kept, device = indices.shape[2], indices.device
@@ -178,7 +186,7 @@ def _faults_of(window: int, layer: PromptLayer, made: Selection) -> Tensor:
 
 
 def _judge(policy: Policy, layers: Sequence[int], tokens: int, faults: Sequence[float]) -> None:
-    """Raise an error if a fault was found in any layer.
+    """Raise an error for the first fault that was found in any layer.
 
     Args:
         policy: the policy that selected.

@@ -40,7 +40,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
             1 is the policy itself.
 
     Raises:
-        InvalidTypeError: `policy` does not score a prefix.
+        InvalidTypeError: `policy` does not score a prefix, or `first_share` is not a number.
         InvalidArgumentError: `first_share` is out of range, or `policy` does not keep its best
             scores.
     """
@@ -66,7 +66,7 @@ class CriticalKV(AroundScores, PrefixPolicy):
 
     @property
     def sink_tokens(self) -> int:
-        """The number of attention sinks of the wrapped policy, counted in the first share."""
+        """The number of attention sinks of the wrapped policy; they count in the first share."""
         return self.policy.sink_tokens
 
     @property
@@ -79,14 +79,15 @@ class CriticalKV(AroundScores, PrefixPolicy):
     def score(self, layer: PromptLayer) -> Tensor:
         """Compute scores that put the best positions of the wrapped policy first.
 
-        The other positions follow in the order of score times value.
+        These get the highest finite number, so the lower position comes first among them. The other
+        positions follow in the order of score times value.
 
         Returns:
             (B, Hkv, P) float32; Hq heads if the policy scores query heads.
 
         Raises:
             UnsupportedModelError: the output projection does not take the heads' values side by
-                side.
+                side, or `layer` has none.
             InvalidArgumentError: the policy returned scores of another shape or dtype, or NaN; or
                 the tokens that must be kept do not fit.
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
@@ -118,7 +119,7 @@ def projected_norms(
 
     Args:
         layer: a layer with `output_weight`.
-        prefix_tokens: P, how many of the first positions.
+        prefix_tokens: P, how many of the first positions, padding included.
         norm: computes the norm over the last axis; the L1 norm as in CriticalKV by default.
 
     Returns:
@@ -138,7 +139,7 @@ def projected_norms(
     group = heads // layer.values.shape[1]
     per_head = weight.float().view(weight.shape[0], heads, size)
     values = layer.values[:, :, :prefix_tokens].float()
-    blocks = torch.split(values, _POSITIONS_AT_ONCE, dim=2)  # bounds the (B, P, hidden) in between
+    blocks = torch.split(values, _POSITIONS_AT_ONCE, dim=2)  # bounds the products, (B, P, hidden)
     norms = [
         torch.cat([norm(b[:, head // group] @ per_head[:, head].T) for b in blocks], -1)
         for head in range(heads)
@@ -147,16 +148,23 @@ def projected_norms(
 
 
 def _to_12_bits(norms: Tensor) -> Tensor:
-    """Round the norms to 12 bits, so that equal tokens have equal norms.
+    """Round the norms to 12 significant bits, so that equal tokens have equal norms.
 
-    The last bits of their values may differ in a batch. If their votes are equal too, the lower
-    position wins, in a batch as in a single row.
+    The last bits of equal values may differ in a batch. If two tokens have equal norms and votes,
+    the lower position wins, in a batch as in a single row.
     """
     high = norms * (2**12 + 1)
     return high - (high - norms)
 
 
 def _raised(scores: Tensor, pads: Tensor | None) -> Tensor:
-    """Increase the scores of each head so that the lowest score is not negative."""
+    """Raise the scores of each head by a constant so that the lowest score is not negative.
+
+    Heads without negative scores stay as they are. Padding is not counted for the lowest score.
+
+    Args:
+        scores: (B, H, P), which stays unchanged.
+        pads: (B, 1, S) bool, True for padding; None if there is none.
+    """
     real = scores if pads is None else scores.masked_fill(pads[..., : scores.shape[-1]], 0.0)
     return scores - real.amin(dim=-1, keepdim=True).clamp(max=0.0)

@@ -1,4 +1,4 @@
-"""The method of users who choose none: the largest votes, and one budget for all layers."""
+"""The method for users who choose none: the largest votes, and one budget for all layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,23 +11,29 @@ from snapkv.policies.snapkv import SnapKV
 from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
 
 MOST_VOTERS = 128
-"""The most tokens of a question that all vote. A longer one holds a text of its own, which asks
-nothing."""
+"""The largest number of tokens of a question that all vote. A longer one probably contains a
+text of its own, which asks nothing."""
 
 _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
-"""Parameters of a text that is compressed before its question is known: what will be asked for may
-be on either side of the positions that the end of the text looks at."""
+"""Parameters for a text that is compressed before its question is known. Its votes are pooled to
+both sides, because what will be asked for may be on either side of the positions that the end of
+the text looks at."""
 
 
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of the `SnapKV` policy that the default method uses.
 
-    Its votes are the largest of any query and head. A `kernel_size` asks for pooling over
-    neighbours, so it replaces fading. A budget that these votes choose has its own bound, because
-    each vote is as large as that of any query, while a mean over the window is smaller.
+    Of all queries and heads its largest vote counts. A `kernel_size` asks for pooling over
+    neighbours, so it replaces fading. If these votes choose the budget, it gets a higher bound on
+    lost votes than `AutoBudget` has otherwise, because the largest vote is higher than a mean over
+    the window.
 
     Args:
-        given: the parameters that the user has set; they replace the default's.
+        given: the parameters that the user has set; they replace those of the default. They are not
+            checked.
+
+    Returns:
+        A new dictionary of keyword arguments for `SnapKV`.
     """
     pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
     largest = {"window_reduce": "max", "group_reduce": "max"}
@@ -48,13 +54,13 @@ def default_policy(
     of all queries and heads the largest vote counts, as in DefensiveKV (arXiv 2510.13334).
 
     Args:
-        budget: tokens kept per KV head and layer on average, window included, "auto", or bytes as
-            "12%" or "64MiB"; 1024 by default.
+        budget: tokens kept per KV head and layer on average, window included; "auto" or an
+            `AutoBudget`; or bytes as "12%", "64MiB" or a `ByteBudget`. 1024 by default.
         given: any other parameters of `SnapKV`.
 
     Raises:
         InvalidTypeError: an unknown parameter, or a value of the wrong type.
-        InvalidArgumentError: a value is out of range.
+        InvalidArgumentError: a value is out of range, or two parameters contradict each other.
     """
     return AcrossLayers(SnapKV(**default_parameters({"budget": budget, **given})))
 
@@ -62,15 +68,19 @@ def default_policy(
 def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
     """Return the default method, changed so that all tokens of the question vote.
 
-    Another policy is returned unchanged. The voters are all tokens from the question's first one to
-    the prompt's end, but no fewer than the window, because a question may name what it asks for
-    well before its end.
+    The voters are all tokens from the question's first one to the prompt's end, but no fewer than
+    the window, because a question may name what it asks for well before its end.
 
     Args:
-        policy: any policy.
-        question_tokens: tokens from the start of the question to the end of the prompt. None, or
-            more than `MOST_VOTERS`, if it is not known where it begins: `policy` is returned. 0 if
-            the text is read before it is asked about: more tokens of its end vote.
+        policy: any policy. It counts as the default method if it differs from it only in its
+            budget, and also if it is the `SnapKV` inside it.
+        question_tokens: tokens from the start of the question to the end of the prompt. 0 if the
+            text is read before it is asked about: more tokens of its end vote then. None if it is
+            not known where the question begins.
+
+    Returns:
+        A new policy; `policy` itself if it is not the default method, or if `question_tokens` is
+        None or more than `MOST_VOTERS`.
     """
     votes, usual = by_layer(policy), default_policy().policy
     if question_tokens is None or question_tokens > MOST_VOTERS or not isinstance(votes, SnapKV):
@@ -83,9 +93,9 @@ def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
 
 
 def by_layer(policy: Policy) -> Policy:
-    """Return the policy that `AcrossLayers` wraps, so that layers do not share a budget.
+    """Return the policy inside an `AcrossLayers`, with which layers do not share a budget.
 
-    Another policy is returned unchanged.
+    Any other policy is returned unchanged.
     """
     return policy.policy if isinstance(policy, AcrossLayers) else policy
 
@@ -93,8 +103,9 @@ def by_layer(policy: Policy) -> Policy:
 def method_name(described: Mapping[str, Any]) -> str:
     """Return the name of a policy as users know it.
 
-    It is `DEFAULT` if the policy differs from the default only in its budget and its voters. The
-    name of a policy whose votes fade ends with ", fading".
+    It is `DEFAULT` if the policy differs from the default only in its budget and its voters.
+    Otherwise it is the policy's own name, followed by ", fading" if the policy itself, and not one
+    inside it, lets votes fade.
 
     Args:
         described: what `Policy.describe` returned.

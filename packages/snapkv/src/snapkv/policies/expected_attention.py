@@ -60,7 +60,7 @@ class ExpectedAttention(PrefixPolicy):
         """Compute the expected attention of each position, times the norm of its value.
 
         Returns:
-            (B, Hkv, P) float32; zero for the sinks.
+            (B, Hkv, P) float32; zero for the sinks and padding, unless a row has no other tokens.
         """
         prefix_tokens = layer.keys.shape[2] - self.window_size
         slots = torch.arange(layer.keys.shape[2], device=layer.keys.device)
@@ -75,7 +75,7 @@ class ExpectedAttention(PrefixPolicy):
     def _expected_logits(self, layer: PromptLayer) -> Tensor:
         """Compute the logarithm of the attention that each key is expected to receive.
 
-        The attention is not normalised.
+        The attention is not normalised. Padding gets a number, too, which means nothing.
 
         Returns:
             (B, Hq, T) float32.
@@ -93,6 +93,8 @@ class ExpectedAttention(PrefixPolicy):
     def _future_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
         """Return the mean and the covariance of the queries that are expected after the prompt.
 
+        They are rotated to the positions after the prompt, averaged over `future_tokens` of them.
+
         Returns:
             (B, Hq, D) and (B, Hq, D, D) float32.
         """
@@ -108,9 +110,13 @@ class ExpectedAttention(PrefixPolicy):
         return mean, covariance
 
     def _raw_queries(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
-        """Return the mean and the covariance of the queries of the prompt.
+        """Return the mean and the covariance of the queries of the prompt before rotary embedding.
 
-        The rotary embedding is removed first.
+        Padding and the first `sink_tokens` of each row do not count. Both results are zero for a
+        row that has no other tokens.
+
+        Returns:
+            (B, Hq, D) and (B, Hq, D, D) float32.
         """
         assert layer.rotation is not None
         count = layer.queries.shape[2]
@@ -132,7 +138,14 @@ def _average_rotation(
 ) -> Tensor:
     """Return the average rotation over the first `tokens` positions as a matrix.
 
-    Row i is the i-th unit vector, rotated and averaged. The layers of a model share the result.
+    Row i is the i-th unit vector, rotated and averaged. The result is cached, and the layers of a
+    model share it, so it must not be changed.
+
+    Args:
+        rotation: as `PromptLayer.rotation`.
+        tokens: over how many positions to average, from 0.
+        size: D, the size of a head.
+        device: where the matrix is made.
 
     Returns:
         (D, D) float32.

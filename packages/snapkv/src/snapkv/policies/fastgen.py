@@ -79,7 +79,8 @@ class FastGen(EvictingPolicy):
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return a copy that knows the special tokens and the punctuation of `tokenizer`.
 
-        Ids that the user has passed are not replaced.
+        Ids that the user has passed are not replaced. Finding the punctuation decodes every token
+        of the vocabulary, which takes some time.
         """
         special, punctuation = self.special_ids, self.punctuation_ids
         return replace(
@@ -91,7 +92,7 @@ class FastGen(EvictingPolicy):
     def describe(self) -> dict[str, Any]:
         """Return the name and the parameters as JSON values.
 
-        Token ids are replaced by their number.
+        Token ids are replaced by their number; None stays None.
         """
         described = super().describe()
         for name in ("special_ids", "punctuation_ids"):
@@ -100,7 +101,7 @@ class FastGen(EvictingPolicy):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the method needs: the token ids, and a tokenizer unless all ids were passed."""
+        """The names of the token ids, and of a tokenizer unless both kinds of ids were passed."""
         known = self.special_ids is not None and self.punctuation_ids is not None
         return frozenset({"token_ids"} if known else {"token_ids", "tokenizer"})
 
@@ -108,7 +109,15 @@ class FastGen(EvictingPolicy):
         """Accept any spans, because there is no budget that they could exceed."""
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Decide which kinds of tokens each head keeps, and select these tokens."""
+        """Decide which kinds of tokens each head keeps, and select these tokens.
+
+        This waits for a GPU. The layer must have token ids, and the policy its special tokens and
+        punctuation.
+
+        Returns:
+            The selection, with the scores and with the choice of each head in `head_notes`. If
+            every head chose `FULL`, it has neither, and `evict` keeps everything, too.
+        """
         if self.recovery == 1:
             return Selection.keep_all(layer)
         tokens = layer.row_tokens
@@ -128,7 +137,7 @@ class FastGen(EvictingPolicy):
         if layer.protected is not None:
             scores = scores.masked_fill(layer.protected, float("inf"))
         kept = self._kept(scores, columns, columns.shape[-1], tokens, notes)
-        # A latent is stored once for all heads, so its rows must have the same length.
+        # A latent is stored once for all heads, so they all keep the same number of tokens.
         own = layer.stored_heads is None
         return Selection.of_mask(kept, per_head_budget=own, scores=scores, head_notes=notes)
 
@@ -136,7 +145,10 @@ class FastGen(EvictingPolicy):
         """Select the slots that each head keeps after a decode step.
 
         Every head keeps the kinds of tokens that it chose at the end of the prompt. The attention
-        of this step is added to the scores.
+        of this step is added to the scores. This waits for a GPU.
+
+        Returns:
+            The slots to keep and their scores; all slots if no choices were stored.
         """
         if step.head_notes is None:
             return Eviction()
@@ -155,6 +167,9 @@ class FastGen(EvictingPolicy):
 
     def _kinds(self, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return which tokens are special tokens and which are punctuation.
+
+        Args:
+            token_ids: (B, N) int64; None is not allowed.
 
         Returns:
             Two (B, N) bool tensors.
@@ -176,8 +191,8 @@ class FastGen(EvictingPolicy):
 
         Two sums per token are enough, so the (queries x keys) matrix is never held: the attention
         that a token received, and the part of it from queries for which the token is not recent.
-        The lost attention is counted rather than the recovered, so that rounding costs `FULL`
-        nothing, and attention that goes to no token at all (learned sinks) counts as recovered.
+        The lost attention is counted rather than the recovered, so that `FULL` loses nothing to
+        rounding, and attention that goes to no token at all (learned sinks) counts as recovered.
 
         Args:
             layer: the layer at the end of the prompt.
@@ -188,7 +203,7 @@ class FastGen(EvictingPolicy):
             kinds: which tokens are special and which are punctuation, both (B, T) bool.
 
         Returns:
-            (B, H) int64.
+            (B, H) int64, from `SPECIAL` to `FULL`.
         """
         tokens = layer.row_tokens
         special, punctuation = (kind[:, None] for kind in kinds)
@@ -203,7 +218,16 @@ class FastGen(EvictingPolicy):
     def _frequent(self, received: Tensor, candidates: Tensor, tokens: Tensor) -> Tensor:
         """Return a mask of the candidates that received the most attention.
 
-        Their number is `frequent_ratio` of `tokens`.
+        Their number is `frequent_ratio` of `tokens`, or that of all candidates if there are fewer.
+        This waits for a GPU.
+
+        Args:
+            received: (B, H, S) float32, which stays unchanged.
+            candidates: (B, H, S) bool.
+            tokens: (B,) int64, tokens of each row so far.
+
+        Returns:
+            (B, H, S) bool.
         """
         wanted = _part_of(tokens, self.frequent_ratio).expand(len(received)).tolist()
         return candidates & ops.mask_best(received.masked_fill(~candidates, -math.inf), wanted)
@@ -213,11 +237,13 @@ class FastGen(EvictingPolicy):
     ) -> Tensor:
         """Return a mask of the slots that each head keeps.
 
+        This waits for a GPU.
+
         Args:
             scores: (B, H, S) float32, infinite if a token is protected or of a kind that its head
                 keeps.
             columns: (B, H, S) int64, -1 if a slot holds no token.
-            seen_tokens: columns so far.
+            seen_tokens: columns so far, padding included.
             tokens: (B,) int64, tokens so far without padding.
             notes: (B, H, 2) int64, every head's choice and its number of recent tokens.
 
@@ -234,6 +260,11 @@ class FastGen(EvictingPolicy):
 def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tensor:
     """Return a mask of the tokens that each head keeps because of their kind.
 
+    Args:
+        choice: (B, H) int64, the choice of each head. With `FULL` every token is kept.
+        special: (B, N) bool, which tokens are special tokens.
+        punctuation: (B, N) bool, which tokens are punctuation.
+
     Returns:
         (B, H, N) bool.
     """
@@ -244,6 +275,10 @@ def _of_kept_kinds(choice: Tensor, special: Tensor, punctuation: Tensor) -> Tens
 def _part_of(tokens: Tensor, ratio: float) -> Tensor:
     """Return a fraction of the number of tokens, rounded down, but at least 1.
 
+    Args:
+        tokens: (B,) integers.
+        ratio: the fraction.
+
     Returns:
         (B,) int64.
     """
@@ -251,10 +286,10 @@ def _part_of(tokens: Tensor, ratio: float) -> Tensor:
 
 
 def _pads(states: LayerStates) -> Tensor:
-    """Return the number of padding tokens at the start of each row.
+    """Return the number of padding tokens at the start of each row of the prompt.
 
     Returns:
-        (B or 1, 1, 1) int64.
+        (B, 1, 1) int64; (1, 1, 1) with 0 if no row has any.
     """
     if states.pad_tokens is None:
         return torch.zeros(1, 1, 1, dtype=torch.int64, device=states.keys.device)
@@ -262,7 +297,11 @@ def _pads(states: LayerStates) -> Tensor:
 
 
 def special_tokens(tokenizer: Any) -> TokenIds:
-    """Return the ids of all special tokens of a tokenizer, including chat markers."""
+    """Return the ids of all special tokens of a tokenizer, including chat markers.
+
+    Returns:
+        Ascending ids, each of them once.
+    """
     added = tokenizer.added_tokens_decoder.items()
     marked = {index for index, token in added if token.special}
     return tuple(sorted(marked | set(tokenizer.all_special_ids)))
@@ -271,8 +310,11 @@ def special_tokens(tokenizer: Any) -> TokenIds:
 def punctuation_tokens(tokenizer: Any) -> TokenIds:
     """Return the ids of all tokens that consist of punctuation, with or without white space.
 
-    Punctuation is what Unicode calls so. Every id of the vocabulary is decoded, so variants with a
-    space and single bytes are included.
+    A character is punctuation if its Unicode category begins with "P". Every id of the vocabulary
+    is decoded, so variants with a space and single bytes are included. Special tokens are left out.
+
+    Returns:
+        Ascending ids, each of them once.
     """
     special = set(special_tokens(tokenizer))
     ids = sorted(set(tokenizer.get_vocab().values()) - special)
@@ -288,7 +330,8 @@ def require_token_ids(argument: str, ids: object) -> None:
     """Raise unless `ids` is None or a tuple of token ids, as `TokenIds` describes it.
 
     Raises:
-        InvalidTypeError: `ids` is not a tuple, or contains something that is not a token id.
+        InvalidTypeError: `ids` is not a tuple, or contains something that is neither a token id nor
+            a tuple of token ids. An empty tuple inside `ids` is refused, too.
         InvalidArgumentError: a token id is negative.
     """
     if ids is None:
@@ -309,7 +352,8 @@ def require_token_ids(argument: str, ids: object) -> None:
 def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
     """Return a mask of the tokens that are in `wanted`.
 
-    All tokens of a marker are included if they follow each other.
+    All tokens of a marker are included if they follow each other within `token_ids`. A marker that
+    was read only in part is not found.
 
     Args:
         token_ids: (B, N) int64.
@@ -333,6 +377,8 @@ def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _split(wanted: TokenIds, device: torch.device) -> tuple[Tensor, list[tuple[int, ...]]]:
     """Split `wanted` into single tokens and markers of several tokens.
+
+    The result is cached, so it must not be changed.
 
     Returns:
         The ascending ids of the single tokens and one number above all of them, (N,) int64; and the

@@ -1,7 +1,8 @@
-"""A gate: weights that predict from a token's key, value and position how much attention it gets.
+"""A gate: weights that predict how much attention a token will get.
 
-There is one set for each KV head, fitted to a model by `snapkv study fit-gate`. The file of a gate
-is safetensors, without code, and names the model it was fitted to.
+The prediction reads the token's key, value and position. There is one set of weights for each KV
+head, fitted to a model by `snapkv study fit-gate`. The file of a gate is in the safetensors format,
+contains no code, and names the model that the gate was fitted to.
 """
 
 import base64
@@ -41,16 +42,17 @@ class Gate:
     There is one set of weights per layer and KV head, and one weight per number of `features`.
 
     Attributes:
-        layers: layers with full attention.
-        heads: KV heads of each layer.
+        layers: the number of layers with full attention.
+        heads: the number of KV heads of each layer.
         key_size, value_size: channels of a head's keys and values.
         model: the digest that identifies the model, see `snapkv.hf.identity.digest_of`; "" for any
-            model.
+            model. It is not compared here.
         data: (layers, heads, features) float16 as little-endian bytes, a weight for each of
             `features`.
 
     Raises:
-        InvalidArgumentError: `data` has another size, or holds numbers that are not finite.
+        InvalidArgumentError: `data` has the wrong size, there are no weights, or some are not
+            finite.
     """
 
     layers: int
@@ -72,10 +74,10 @@ class Gate:
 
     @classmethod
     def of(cls, weights: Tensor, key_size: int, value_size: int, model: str = "") -> Self:
-        """Create a gate from a tensor of weights.
+        """Create a gate from a tensor of weights, which are rounded to float16.
 
         Args:
-            weights: (layers, heads, features) of any dtype.
+            weights: (layers, heads, features) of any dtype, on any device.
             key_size: channels of a head's keys.
             value_size: channels of a head's values.
             model: as in `Gate`.
@@ -91,7 +93,7 @@ class Gate:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """The weights as a tensor.
+        """The weights as a tensor on the CPU, which must not be changed.
 
         Shape: (layers, heads, features) float32.
         """
@@ -108,6 +110,9 @@ class Gate:
 
         The scores of padding mean nothing.
 
+        Args:
+            layer: a single layer with `rotation`, not several that are stacked.
+
         Returns:
             (B, heads, T) float32, higher is better.
 
@@ -123,7 +128,8 @@ class Gate:
         """Check that the layer has the sizes that the gate was fitted to.
 
         Raises:
-            InvalidArgumentError: the number of layers or heads, or the size of a head, differs.
+            InvalidArgumentError: the number of layers or heads, or the size of a key or value,
+                differs.
         """
         own = (self.layers, self.heads, self.key_size, self.value_size)
         got = (layer.num_layers, *layer.keys.shape[1::2], layer.values.shape[3])
@@ -133,26 +139,26 @@ class Gate:
             raise wrong("gate", problem, "Pass a gate that was fitted to this model")
 
     def describe(self) -> str:
-        """Return the first 16 characters of the hash of the weights."""
+        """Return the first 16 characters of the hash of the weights, as a name for reports."""
         return self.digest[:16]
 
     def as_saved(self) -> dict[str, Any]:
         """Return the sizes, the model and the weights as JSON values.
 
-        The weights are text in base64. `read_gate` reads the result.
+        The weights are text in base64. `read_gate` converts the result back to a gate.
         """
         sizes = {name: getattr(self, name) for name in _SIZES}
         return sizes | {"model": self.model, "data": base64.b64encode(self.data).decode()}
 
     def as_file(self) -> bytes:
-        """Return the contents of a safetensors file with this gate."""
+        """Return the contents of a safetensors file with this gate, which `read_gate` can read."""
         flat = torch.frombuffer(bytearray(self.data), dtype=torch.float16)
         metadata = {name: str(getattr(self, name)) for name in _SIZES}
         metadata |= {"format": FORMAT, "model": self.model, "sha256": self._seal()}
         return save({"weights": flat.view(self.layers, self.heads, -1)}, metadata)
 
     def _seal(self) -> str:
-        """Return the hash of the weights and all metadata, to detect a damaged file."""
+        """Return the hash of the weights, the sizes and the model, to detect a damaged file."""
         metadata = repr([getattr(self, name) for name in (*_SIZES, "model")])
         return hashlib.sha256(metadata.encode() + self.data).hexdigest()
 
@@ -167,11 +173,11 @@ def features(layer: PromptLayer, part: slice) -> Tensor:
 
     The features are the key before rotary embedding, its squares, the value, and the logarithms of
     both norms; then log(i + 1), i / N and log(N - i), if the token is number i, from 0, of the N
-    tokens of its row; and 1.
+    tokens of its row; and 1. Padding counts as token 0.
 
     Args:
         layer: a layer with `rotation`.
-        part: the slots.
+        part: the slots, with both of its ends given.
 
     Returns:
         (B, Hkv, slots, features) float32.
@@ -194,7 +200,7 @@ def features(layer: PromptLayer, part: slice) -> Tensor:
 
 
 def _pieces(slots: int) -> list[slice]:
-    """Split the slots into ranges, so that their features do not take too much memory."""
+    """Split the slots into ranges, because the features of all slots take too much memory."""
     return [slice(at, min(at + _AT_ONCE, slots)) for at in range(0, slots, _AT_ONCE)]
 
 
@@ -204,9 +210,12 @@ def read_gate(given: object) -> Gate:
     Args:
         given: a gate, the name of a file, or a dictionary that `Gate.as_saved` returned.
 
+    Returns:
+        `given` itself if it is a gate, otherwise a new one.
+
     Raises:
-        InvalidArgumentError: the file cannot be read, is larger than 16 MiB, or holds no whole
-            gate; or the dict does not.
+        InvalidArgumentError: the file cannot be read, is larger than 16 MiB, is damaged or contains
+            no gate; or the dictionary does not describe one.
         InvalidTypeError: `given` is none of these.
     """
     if isinstance(given, Gate):
@@ -222,10 +231,11 @@ def read_gate(given: object) -> Gate:
 
 
 def _gate_in(path: Path) -> Gate:
-    """Read a gate from a file.
+    """Read a gate from a file, after comparing its checksum.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, is too large, or holds no whole gate.
+        InvalidArgumentError: the file cannot be read, is larger than `MOST_BYTES`, is damaged or
+            contains no gate.
     """
     try:
         with path.open("rb") as file:
@@ -253,6 +263,8 @@ def _gate_in(path: Path) -> Gate:
 def _metadata(content: bytes) -> dict[str, str]:
     """Return the metadata in the header of a safetensors file.
 
+    Bytes that are no such file cause one of the errors that `_reading` converts.
+
     Args:
         content: the bytes of the file.
     """
@@ -265,8 +277,12 @@ def _metadata(content: bytes) -> dict[str, str]:
 def _reading(place: str) -> Iterator[None]:
     """Convert all errors in this block to an error that says which gate cannot be read.
 
+    Args:
+        place: the name of what is read, for the message.
+
     Raises:
-        InvalidArgumentError: an error was raised within the block.
+        InvalidArgumentError: the bytes cannot be understood. An error of this class that the block
+            raises itself is not changed.
     """
     try:
         yield

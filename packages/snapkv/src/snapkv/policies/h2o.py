@@ -32,7 +32,8 @@ class H2O(SplitBudget):
 
     Raises:
         InvalidTypeError: a value has the wrong type.
-        InvalidArgumentError: a value is out of range, or `budget` is not the sum of the other two.
+        InvalidArgumentError: a value is out of range, the budget is in bytes, or it is not the sum
+            of the other two.
     """
 
     name: ClassVar[str] = "h2o"
@@ -47,10 +48,10 @@ class H2O(SplitBudget):
         split_budget(self, "heavy", default_recent=lambda budget: (budget + 1) // 2)
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Compute the attention that each slot receives from the queries.
+        """Compute the attention that each slot receives from the queries, as the sum over them.
 
         Returns:
-            (B, Hkv, S) float32.
+            (B, Hkv, S) float32; zero for empty slots.
         """
         received = ops.attention_received(states.without_empty_slots)
         return ops.reduce_group(received, states.num_kv_heads, "mean")
@@ -59,12 +60,19 @@ class H2O(SplitBudget):
         return self.rate(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Select the tokens of the prompt with the most attention, and the most recent ones."""
+        """Select the tokens of the prompt with the most attention, and the most recent ones.
+
+        Returns:
+            The selection with the scores of all tokens. It keeps everything if all of it fits.
+        """
         scores = self.rate(layer)
         return Selection.of(layer, self._heaviest(layer, scores), scores=scores)
 
     def evict(self, step: DecodeStep) -> Eviction:
-        """Add the attention of this step to the scores, and drop the lowest-scored tokens."""
+        """Add the attention of this step to the scores, and drop the lowest-scored tokens.
+
+        `step` must have scores. As many tokens stay as the budget allows.
+        """
         assert step.scores is not None
         scores = step.scores + self.rate(step)
         return Eviction(keep_indices=self._heaviest(step, scores), scores=scores)

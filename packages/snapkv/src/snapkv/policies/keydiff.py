@@ -40,7 +40,8 @@ class KeyDiff(PrefixPolicy):
         """Compute how different each key is from the average key of its head.
 
         Returns:
-            (B, Hkv, P) float32, minus the cosine.
+            (B, Hkv, P) float32, minus the cosine, in [-1, 1]. If all heads share one latent, it is
+            the mean over the heads.
         """
         directions = F.normalize(layer.keys.float(), dim=-1)
         if layer.pads is not None:

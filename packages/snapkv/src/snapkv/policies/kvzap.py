@@ -59,7 +59,7 @@ class KVzap(PrefixPolicy):
             (B, Hkv, P) float32.
 
         Raises:
-            InvalidArgumentError: there is no gate, or it is of a model with other sizes.
+            InvalidArgumentError: there is no gate, or it was fitted to a model with other sizes.
         """
         if not isinstance(self.gate, Gate):
             remedy = "Pass a file that `snapkv study fit-gate` has written"

@@ -72,7 +72,7 @@ class KVzip(PrefixPolicy):
         """Return the highest attention that each position received in the second reading.
 
         Returns:
-            (B, Hkv, P) float32.
+            (B, Hkv, P) float32, a view of `layer.received`.
 
         Raises:
             InvalidArgumentError: the text was read only once.
@@ -94,14 +94,15 @@ def most_attention(
 
     Args:
         seen: a layer; its queries are those of the last keys.
-        tokens: how many of the first positions.
+        tokens: how many of the first positions to return; all of them must come before the queries.
         query_norms: (B, N) float32, the norm that the attention of each of the N queries is divided
-            by.
+            by; None for no division.
         value_norms: (B, Hq, tokens) float32, the norm that the attention to each position is
-            multiplied by.
+            multiplied by; None for no multiplication.
 
     Returns:
-        (B, heads of the cache, tokens) float32, the highest over the queries and the group.
+        (B, heads of the cache, tokens) float32, the highest over the queries and over the query
+        heads of a KV head.
     """
     blocks = ops.attention_weight_blocks(seen, _QUERIES_AT_ONCE)
     if query_norms is not None:

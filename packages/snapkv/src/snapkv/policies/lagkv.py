@@ -25,18 +25,20 @@ class LagKV(PrefixPolicy):
     together with the tokens that fill no piece; if the budget cannot hold all of these, the newest
     are kept.
 
-    This follows kvpress with three differences. Of tokens with the same rank in their pieces the
-    better rating goes first, as far as float32 tells them apart beside the rank; in kvpress any
-    may. A channel that does not vary in the lag counts 0, where kvpress divides by zero. The window
-    is kept as in SnapKV. The paper also evicts during decoding; here, as in kvpress, the prompt is
-    compressed at its end. After joined documents the pieces are those of the tokens that are held.
+    This follows kvpress with three differences. If tokens of different pieces have the same rank,
+    the one with the better rating is kept first, unless the ratings are too close for float32 to
+    tell them apart when the rank is added; in kvpress any of them may be kept. A channel that does
+    not vary in the lag counts 0, where kvpress divides by zero. The window is kept as in SnapKV.
+    The paper also evicts during decoding; here, as in kvpress, the prompt is compressed at its end.
+    After documents were joined, the pieces consist of the tokens that are held.
 
     Args:
         budget, keep_ratio, window_size: as in `PrefixPolicy`.
         lag_size: tokens of a piece, at least 2. The part without lag is up to two pieces less one
             token.
         sink_tokens: first tokens that every head keeps, 4 as in kvpress.
-        cross_scoring: select by ratings alone, so that pieces, and in `AdaKV` heads, compete.
+        cross_scoring: compare the ratings themselves and not the ranks, so that one piece may keep
+            more tokens than another, and inside `AdaKV` one head more than another.
 
     Raises:
         InvalidTypeError: a value has the wrong type.
@@ -58,10 +60,14 @@ class LagKV(PrefixPolicy):
 
     @of_any_layer
     def score(self, layer: PromptLayer) -> Tensor:
-        """Compute the rank of each token in its piece, or its rating.
+        """Compute the rank of each token in its piece, or its rating with `cross_scoring`.
+
+        Tokens without a lag, which are those after the last piece that has one, get more than 1:
+        the newer, the higher.
 
         Returns:
-            (B, Hkv, P) float32 in [0, 1], above 1 for tokens without a lag, which are kept first.
+            (B, Hkv, P) float32, in [0, 1] for tokens with a lag. If all heads share one latent,
+            their mean is ranked.
         """
         B, T = layer.keys.shape[0], layer.keys.shape[2]
         scores = layer.keys.new_zeros(B, layer.num_kv_heads, T, dtype=torch.float32)
@@ -80,11 +86,14 @@ class LagKV(PrefixPolicy):
     def _ratings(self, states: Tensor) -> Tensor:
         """Compute how much each token varies over its channels, compared with the next piece.
 
+        The attention sinks, the last whole piece and the tokens after it get no rating.
+
         Args:
             states: (H, T, D) keys or values of one row.
 
         Returns:
-            (H, pieces, lag_size) float32.
+            (H, pieces, lag_size) float32, a softmax over each piece, so its ratings add up to 1.
+            There are 0 pieces if fewer than two whole ones follow the sinks.
         """
         whole = max(0, states.shape[1] - self.sink_tokens) // self.lag_size
         if whole < 2:
@@ -102,6 +111,12 @@ def _ranked(ratings: Tensor) -> Tensor:
     """Convert ratings to ranks within each piece, as fractions of the piece's size.
 
     If two ranks in different pieces are equal, the better rating is higher.
+
+    Args:
+        ratings: (H, pieces, lag_size) float32 in [0, 1].
+
+    Returns:
+        A tensor of the same shape; the best token of a piece has the highest number, at most 1.
     """
     order = ratings.argsort(dim=-1, descending=True, stable=True)
     rank = ratings.shape[-1] - 1 - order.argsort(dim=-1)

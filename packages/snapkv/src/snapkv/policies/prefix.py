@@ -15,11 +15,11 @@ from snapkv.policies.states import DeferredChecks, PromptLayer, Selection, run_c
 
 
 def _require_number(name: str, highest: Sequence[float]) -> None:
-    """Raise an error if a policy has returned NaN.
+    """Raise an error if the scores of a policy contain NaN.
 
     Args:
         name: the name of the policy.
-        highest: one number, the highest score.
+        highest: one number, the highest score, which is NaN if any score is.
 
     Raises:
         InvalidArgumentError: `highest` holds NaN.
@@ -34,6 +34,7 @@ class Prefix:
     """The positions of a prompt that come before the observation window.
 
     Attributes:
+        layer: the layer at the end of the prompt; its rows may be those of several stacked layers.
         window_size: the last tokens of the prompt, which every head keeps.
         sink_tokens: attention sinks, first tokens of every row that each head keeps whatever their
             scores. If they do not all fit beside the window, the first of them.
@@ -47,24 +48,30 @@ class Prefix:
 
     @functools.cached_property
     def slots(self) -> int:
-        """The number of slots before the window, including padding."""
+        """The number of slots before the window, padding included.
+
+        It is 0 if the whole prompt fits into the window.
+        """
         return max(0, self.layer.keys.shape[2] - self.window_size)
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """The number of tokens of each row before the window, without padding."""
+        """The number of tokens of each row before the window, without padding.
+
+        The first access waits for a GPU if there is padding.
+        """
         return [max(0, tokens - self.window_size) for tokens in self.layer.row_lengths]
 
     @property
     def sinks(self) -> list[int]:
-        """The number of attention sinks in each row."""
+        """The number of attention sinks in each row that lie before the window."""
         return [min(self.sink_tokens, tokens) for tokens in self.lengths]
 
     @functools.cached_property
     def must_stay(self) -> Tensor | None:
-        """A mask of the positions that every head must keep, whatever their scores.
+        """A mask of the protected positions and the attention sinks, which every head must keep.
 
-        Shape: (B, 1 or H, P) bool; None if there are none beside the sinks.
+        Shape: (B, 1 or H, P) bool. It is None if no position is protected, even if there are sinks.
         """
         layer, slots = self.layer, self.slots
         if layer.protected is None:
@@ -76,31 +83,34 @@ class Prefix:
         """Return whether nothing is dropped except for padding that all rows have.
 
         Args:
-            kept: how many positions each row keeps.
+            kept: how many positions each row keeps before its window.
         """
         return not self.slots or (self.slots <= max(kept) and kept == self.lengths)
 
     @functools.cached_property
     def required_counts(self) -> list[int]:
-        """The number of positions that must be kept in each row.
+        """The number of protected positions and attention sinks before the window in each row.
 
         It is the largest number over the heads of the row. The list is empty if no position is
-        protected.
+        protected, even if there are sinks. The first access waits for a GPU.
         """
         must_stay = self.must_stay
         return [] if must_stay is None else must_stay.sum(dim=-1).amax(dim=-1).tolist()
 
     def check_scores(self, scores: Tensor, name: str) -> Tensor:
-        """Check the scores that a policy has returned, and return them.
+        """Check the scores that a policy has returned, and return the same tensor.
 
-        Whether a score is NaN is checked here too if `layer.deferred_checks` is None, else later.
+        NaN is looked for outside padding only. If `layer.deferred_checks` is a list, this check is
+        appended to it and raises its error later.
 
         Args:
-            scores: what `PrefixPolicy.score` returned, to be (B, H, P) floating point.
-            name: the name of the method.
+            scores: what `PrefixPolicy.score` returned. It must be (B, H, P) floating point, where H
+                is 1 or a multiple of the number of KV heads.
+            name: the name of the policy, for the message.
 
         Raises:
-            InvalidArgumentError: wrong shape or dtype, or NaN.
+            InvalidArgumentError: `scores` is not a tensor, has another shape or dtype, or contains
+                NaN.
         """
         batch, heads, tokens = self.layer.keys.shape[0], self.layer.keys.shape[1], self.slots
         got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -122,12 +132,15 @@ class Prefix:
         return scores
 
     def mark_required(self, scores: Tensor) -> Tensor:
-        """Return the scores with infinity for all positions that must be kept.
+        """Replace the scores of protected positions and attention sinks by infinity.
 
         Padding gets minus infinity.
 
         Args:
             scores: (B, H, P) float32, which stays unchanged.
+
+        Returns:
+            (B, H, P) float32; `scores` itself if nothing was replaced.
         """
         if (must_stay := self.must_stay) is not None:
             heads = scores.shape[1] // must_stay.shape[1]
@@ -139,7 +152,17 @@ class Prefix:
     def select_best(self, scores: Tensor, kept: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """Return the indices of the positions that must be kept and of the best others.
 
-        The arguments and the result are those of `ops.keep_best`.
+        Of equal scores the lower position wins.
+
+        Args:
+            scores: (B, H, P) float32, which stays unchanged.
+            kept: how many positions each row keeps before its window, sinks and protected positions
+                included; or B lists of H numbers, one for each head.
+
+        Returns:
+            (B, H, K) int64, ascending, after a run of -1 in heads that keep fewer than the largest
+            number, K. If `scores` have one head, but heads protect different positions, the result
+            has a head for each.
         """
         return ops.keep_best(
             scores,
@@ -153,8 +176,9 @@ class Prefix:
         """Select the window and the best positions before it, the same number in every head.
 
         Args:
-            scores: (B, H, P) float32.
-            kept: how many positions each row keeps before its window.
+            scores: (B, H, P) float32, which stays unchanged.
+            kept: how many positions each row keeps before its window, sinks and protected positions
+                included.
         """
         best = self.select_best(scores, kept)
         tokens, window = self.layer.keys.shape[2], self._window(best)
@@ -170,8 +194,12 @@ class Prefix:
         """Select the window and the best positions before it, a different number in each head.
 
         Args:
-            scores: (B, H, P) float32.
-            kept: B lists of H numbers, how many positions each head keeps before its window.
+            scores: (B, H, P) float32, which stays unchanged.
+            kept: B lists of H numbers, how many positions each head keeps before its window, sinks
+                and protected positions included.
+
+        Returns:
+            A selection with `head_tokens`; with a single head, one with `padding_slots` instead.
         """
         best, pads = self.select_best(scores, kept), self.layer.pad_tokens
         window = self._window(best)
@@ -194,5 +222,5 @@ class Prefix:
 
     @property
     def window_tokens(self) -> list[int]:
-        """The number of tokens of each row that are in the window."""
+        """The number of tokens of each row that are in the window, without padding."""
         return list(map(operator.sub, self.layer.row_lengths, self.lengths))

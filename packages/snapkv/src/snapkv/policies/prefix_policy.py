@@ -21,7 +21,11 @@ _Score = TypeVar("_Score", bound=Callable[..., Any])
 
 
 def of_any_layer(score: _Score) -> _Score:
-    """Mark a `score` method as independent of the layer, so that layers can be stacked as rows."""
+    """Mark a `score` method as independent of the layer, so that layers can be stacked as rows.
+
+    Returns:
+        `score` itself.
+    """
     vars(score)["of_any_layer"] = True
     return score
 
@@ -35,13 +39,15 @@ class PrefixPolicy(Policy):
     Args:
         budget: tokens kept per KV head and layer, window included; 1024 if neither is given. "auto"
             or an `AutoBudget` lets the votes choose, in methods that have votes; "12%", "64MiB" or
-            a `ByteBudget` keeps what fits into these bytes.
+            a `ByteBudget` keeps as many tokens as fit into these bytes.
         keep_ratio: instead of `budget`, the fraction of the prefix to keep beside the window: k =
             floor(keep_ratio * prefix), in (0, 1] (Sec. 4, "voting"); at least the sinks.
         window_size: the last tokens of the prompt, always kept.
 
     Raises:
-        InvalidArgumentError: a value is out of range, or `budget` and `keep_ratio` are both given.
+        InvalidArgumentError: a value is out of range, `budget` and `keep_ratio` are both given, the
+            budget cannot hold the window and the sinks, or the votes are to choose it in a method
+            without votes.
         InvalidTypeError: a value has the wrong type.
     """
 
@@ -76,14 +82,17 @@ class PrefixPolicy(Policy):
     def sink_tokens(self) -> int:
         """The number of first tokens that each head keeps as attention sinks.
 
-        They count towards the budget. 0 here; a method with sinks declares a parameter of this
-        name.
+        They count towards the budget. It is 0 here; a method with sinks declares a parameter of
+        this name.
         """
         return 0
 
     @functools.cached_property
     def allocation(self) -> Budget:
-        """The budget as an object that can compute the number of positions to keep."""
+        """The budget as an object that can compute the number of positions to keep.
+
+        It is `budget` if that is an `AutoBudget` or a `ByteBudget`, otherwise a `TokenBudget`.
+        """
         if isinstance(self.budget, Budget):
             return self.budget
         return TokenBudget(self.budget, self.keep_ratio)  # type: ignore[arg-type] # never a text
@@ -100,8 +109,12 @@ class PrefixPolicy(Policy):
     def score(self, layer: PromptLayer) -> Tensor:
         """Compute a score for each position before the window.
 
+        It is not called for a prompt that is not longer than the window. Scores of padding are
+        ignored, but must be there.
+
         Returns:
-            (B, num_kv_heads or Hq, T - window_size) float32, higher is better.
+            (B, num_kv_heads or Hq, T - window_size) float32, higher is better. The tensor is not
+            changed afterwards, so it may be a view.
         """
 
     def compute_scores(self, prefix: Prefix) -> Tensor:
@@ -110,7 +123,7 @@ class PrefixPolicy(Policy):
         `score` is not called for an empty prefix.
 
         Returns:
-            (B, H, P) float32, as `score` returns them.
+            (B, H, P), the tensor that `score` returned; an empty one for an empty prefix.
 
         Raises:
             InvalidArgumentError: the method returned another shape or dtype, or NaN. NaN is found
@@ -139,20 +152,29 @@ class PrefixPolicy(Policy):
             (B, H, P) float32: infinity for positions that must be kept, minus infinity for padding.
 
         Raises:
-            InvalidArgumentError: the method returned another shape or dtype, or NaN.
+            InvalidArgumentError: the method returned another shape or dtype, or NaN. NaN is found
+                later if `layer.deferred_checks` is a list.
         """
         return prefix.mark_required(self.compute_scores(prefix) / self.summed_weights(prefix.layer))
 
     def prefix(self, layer: PromptLayer, *, per_head_budget: bool = False) -> Prefix:
-        """Return the positions of the layer that come before the window."""
+        """Return the positions of the layer that come before the window.
+
+        Args:
+            layer: the layer at the end of the prompt.
+            per_head_budget: as in `Prefix`.
+        """
         return Prefix(layer, self.window_size, self.sink_tokens, per_head_budget)
 
     def counts(self, prefix: Prefix) -> list[int]:
         """Return the number of positions that each row keeps before its window.
 
+        In the first layer it also checks that every layer can hold the protected tokens.
+
         Raises:
-            InvalidArgumentError: the positions that must be kept do not fit. (Checked in the first
-                layer.)
+            InvalidArgumentError: the protected tokens do not fit; the size of a token is not known,
+                for a budget in bytes; or `score` returned invalid scores, if the votes choose the
+                budget.
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         if not prefix.layer.depth:
@@ -163,11 +185,12 @@ class PrefixPolicy(Policy):
         """Select the window, the attention sinks and the best positions before the window.
 
         Returns:
-            The selection, or None if everything fits.
+            The selection, with the same number of tokens in all heads of a row; None if everything
+            fits.
 
         Raises:
-            InvalidArgumentError: the positions that must be kept do not fit; or `score` returned
-                another shape or dtype, or NaN.
+            InvalidArgumentError: the protected tokens do not fit; the size of a token is not known,
+                for a budget in bytes; or `score` returned another shape or dtype, or NaN.
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         prefix = self.prefix(layer)
@@ -176,17 +199,24 @@ class PrefixPolicy(Policy):
 
     @property
     def is_layer_independent(self) -> bool:
-        """Whether the `score` method is marked as independent of the layer."""
+        """Whether the `score` method is marked with `of_any_layer`."""
         return getattr(type(self).score, "of_any_layer", False)
 
     @functools.cached_property
     def can_select_stacked(self) -> bool:
-        """Whether several layers can be passed to `select` at once, stacked as rows."""
+        """Whether several layers can be passed to `select` at once, stacked as rows.
+
+        This is so if `score` is marked with `of_any_layer` and no subclass has a `select` of its
+        own.
+        """
         return self.is_layer_independent and self.keeps_the_best
 
     @property
     def keeps_the_best(self) -> bool:
-        """Whether the positions are selected by their scores alone."""
+        """Whether the positions are selected by their scores alone.
+
+        This is so unless a subclass has a `select` method of its own.
+        """
         return type(self).select is PrefixPolicy.select
 
     @property
@@ -200,11 +230,13 @@ class PrefixPolicy(Policy):
     def require_protection(self, spans: Spans) -> None:
         """Check that the budget can hold all tokens in `spans`.
 
-        Only spans that no compressed prompt can hold are refused here.
+        Only spans that no prompt can hold are refused here: a span that reaches past the prompt's
+        end is not counted in full. Without a fixed number of tokens as the budget, nothing is
+        refused.
 
         Raises:
-            InvalidArgumentError: `spans` have more tokens than the budget holds, or a subclass that
-                selects in another way cannot protect tokens.
+            InvalidArgumentError: `spans` have more tokens than the budget holds beside its window,
+                or a subclass that selects in another way cannot protect tokens.
         """
         if not self.keeps_the_best:
             super().require_protection(spans)
@@ -217,15 +249,19 @@ class PrefixPolicy(Policy):
         """Check in the first layer that every layer can hold all protected tokens.
 
         Raises:
-            InvalidArgumentError: the tokens that must be kept do not fit.
+            InvalidArgumentError: the protected tokens and the sinks do not fit beside the window.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         self._require_room(self.prefix(layer))
 
     def _require_room(self, prefix: Prefix) -> None:
         """Check that the last layer, which has the smallest budget, can hold all protected tokens.
 
+        If the votes choose the budget, only its limit `most` counts.
+
         Raises:
-            InvalidArgumentError: the tokens that must be kept do not fit.
+            InvalidArgumentError: the protected tokens and the sinks do not fit beside the window.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         last = prefix.layer.at_depth(prefix.layer.num_layers - 1)
         rooms = self.allocation.counts(replace(prefix, layer=last), None)

@@ -21,15 +21,17 @@ class PromptThenDecode(EvictingPolicy):
     `decode` holds more tokens than `prompt` keeps, the cache first grows up to its budget.
 
     Args:
-        prompt: the method that compresses the prompt, with the same budget for all heads, such as
-            SnapKV.
+        prompt: the method that compresses the prompt, with a number of tokens as its budget and the
+            same number for all heads, such as SnapKV.
         decode: the method that evicts afterwards: H2O, StreamingLLM, TOVA or another that evicts
             during decoding.
 
     Raises:
-        InvalidTypeError: one of them is no policy, or cannot do this part.
+        InvalidTypeError: `prompt` does not compress prompts only, or `decode` does not evict during
+            decoding.
         InvalidArgumentError: `decode` would drop at once what `prompt` has kept, or the two methods
-            do not fit together.
+            cannot be combined: `prompt` reads the text twice or has no fixed number of tokens, or
+            `decode` moves positions or lets heads hold different numbers of tokens.
     """
 
     name: ClassVar[str] = "prompt-then-decode"
@@ -122,14 +124,16 @@ class PromptThenDecode(EvictingPolicy):
             `decode`.
 
         Raises:
-            InvalidArgumentError: `prompt` is not of this library and returned no valid selection.
+            InvalidArgumentError: `prompt` returned no valid selection, or cannot hold what must be
+                kept.
+            BudgetTooSmallError: a budget of `prompt` in bytes cannot hold the window and the sinks.
         """
         own = _with_queries(layer, self.prompt.query_tokens)
         selection = checks.select(self.prompt, own, [layer.layer_idx])
         if selection is None:
             selection = Selection.keep_all(layer)
         heads = max(layer.num_kv_heads, selection.keep_indices.shape[1])
-        if heads != layer.num_kv_heads:  # tokens are stored per query head now, and scored so, too
+        if heads != layer.num_kv_heads:  # tokens will be stored per query head
             layer = replace(layer, stored_heads=heads)
         scores = self.decode.note(_with_queries(layer, self.decode.query_tokens))
         return replace(selection, scores=scores)
@@ -142,7 +146,10 @@ class PromptThenDecode(EvictingPolicy):
 
 
 def _with_queries(layer: PromptLayer, query_tokens: int) -> PromptLayer:
-    """Return the layer with only the last `query_tokens` queries."""
+    """Return the layer with only its last `query_tokens` queries.
+
+    It is the layer itself if it has no more than that.
+    """
     start = max(0, layer.queries.shape[2] - query_tokens)
     return replace(layer, queries=layer.queries[:, :, start:]) if start else layer
 

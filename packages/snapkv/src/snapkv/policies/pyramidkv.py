@@ -51,7 +51,10 @@ class PyramidKV(SnapKV):
 
     @property
     def most_tokens(self) -> int | None:
-        """The largest number of tokens that the bottom layer can keep, almost twice the budget."""
+        """The largest number of tokens that the bottom layer can keep: almost twice the budget.
+
+        It is None if the budget is not a number of tokens.
+        """
         mean = super().most_tokens
         return None if mean is None else self.window_size + 2 * (mean - self.window_size)
 
@@ -76,13 +79,24 @@ class LayerBudget(Budget):
 
     @property
     def most_tokens(self) -> int | None:
-        """The average over all layers, not the largest number of any layer."""
+        """The number of tokens that a layer can keep on average, window included.
+
+        Lower layers keep more. It is None if the mean budget is not a number of tokens.
+        """
         return self.mean.most_tokens
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
         self.mean.require_valid(window_size, sink_tokens)
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
+        """Return the number of positions that each row keeps before its window in its own layer.
+
+        Each is at most what the row has.
+
+        Raises:
+            InvalidArgumentError: the size of a token is not known, for a budget in bytes.
+            BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
+        """
         layer = prefix.layer
         last = layer.at_depth(layer.num_layers - 1)  # the layer whose bytes are rounded down
         means = self.mean.counts(replace(prefix, layer=last, per_head_budget=True), votes)
@@ -94,6 +108,8 @@ class LayerBudget(Budget):
 
     def _of_layers(self, mean: int, own: int, prefix: Prefix, sinks: int) -> Sequence[int]:
         """Return the budget of each layer for one row, from the bottom to the top.
+
+        These are positions before the window. With `published` they may be more than the row has.
 
         Args:
             mean: the mean over the layers.
@@ -114,7 +130,15 @@ def exact_budgets(
 ) -> tuple[int, ...]:
     """Return linear budgets whose average over all layers is exactly `mean`.
 
-    The top layer gets ``mean / beta`` or `least`, unless the bottom one would exceed the prefix.
+    The top layer gets ``mean / beta`` or `least`, whichever is more. If the bottom layer would
+    exceed the prefix, it gets the whole prefix, and the top layer gets as much more.
+
+    Args:
+        mean: the mean over the layers, in positions before the window, at most `prefix_tokens`.
+        prefix_tokens: how many positions come before the window.
+        num_layers: how many layers there are.
+        beta: how steep the pyramid is.
+        least: how many positions every layer must keep, at most `mean`.
     """
     bottom = min(2 * mean - max(mean / beta, least), prefix_tokens)
     return linear_budgets(bottom, 2 * mean - bottom, mean, num_layers)
@@ -123,7 +147,14 @@ def exact_budgets(
 def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
     """Return the budget of each layer, computed as in the code of PyramidKV's authors.
 
-    Every step is rounded down, so the budgets add up to more than ``mean * num_layers``.
+    Every step from layer to layer is rounded down, so the budgets may add up to more than ``mean *
+    num_layers``.
+
+    Args:
+        mean: the mean over the layers, in positions before the window.
+        prefix_tokens: how many positions come before the window.
+        num_layers: how many layers there are.
+        beta: how steep the pyramid is.
     """
     if num_layers == 1:
         return [mean]

@@ -29,9 +29,9 @@ class BestAndRecent(EvictingPolicy):
 
     @abstractmethod
     def rate(self, states: LayerStates) -> Tensor:
-        """Compute a score for each slot.
+        """Compute a score for each slot, at the end of the prompt and after a decode step.
 
-        The scores of the recent tokens are not used.
+        The scores of the recent tokens and of empty slots are not used.
 
         Returns:
             (B, H or 1, S) float32, higher is better.
@@ -39,6 +39,8 @@ class BestAndRecent(EvictingPolicy):
 
     def of_prompt(self, tokens: int, states: LayerStates) -> int:
         """Return the number of tokens of a row to keep at the end of the prompt.
+
+        The default is the smaller one of `tokens` and `max_decode_tokens`.
 
         Args:
             tokens: how many tokens the row has.
@@ -50,6 +52,8 @@ class BestAndRecent(EvictingPolicy):
     def of_step(self, tokens: int, states: LayerStates) -> int:
         """Return the number of tokens of a row to keep after a decode step.
 
+        The default is that of the prompt. The result is `tokens` if nothing is to be evicted now.
+
         Args:
             tokens: how many tokens the row holds.
             states: the layer.
@@ -57,12 +61,22 @@ class BestAndRecent(EvictingPolicy):
         return self.of_prompt(tokens, states)
 
     def select(self, layer: PromptLayer) -> Selection:
+        """Select the recent tokens of the prompt and the best of the older ones.
+
+        Returns:
+            The selection, without scores. It keeps everything if all of it fits.
+        """
         if layer.keys.shape[2] <= self.of_prompt(max(layer.row_lengths), layer):
             return Selection.keep_all(layer)
         kept = [self.of_prompt(tokens, layer) for tokens in layer.row_lengths]
         return Selection.of(layer, self.keep(layer, self.rate(layer), kept))
 
     def evict(self, step: DecodeStep) -> Eviction:
+        """Select the recent slots and the best of the older ones after a decode step.
+
+        Returns:
+            The slots to keep, without scores; all slots if no row is to evict any now.
+        """
         slots = step.keys.shape[2]
         if self.of_step(slots, step) == slots:
             return Eviction()
@@ -78,11 +92,12 @@ class BestAndRecent(EvictingPolicy):
 
         Args:
             states: the layer.
-            scores: (B, H, S) float32.
-            kept: how many slots each row keeps, the recent ones included.
+            scores: (B, H, S) float32, which stays unchanged.
+            kept: how many slots each row keeps, the recent and the protected ones included.
 
         Returns:
-            (B, H, max(kept)) int64, ascending; rows that keep fewer start with padding.
+            (B, H, max(kept)) int64, ascending. A row that keeps fewer begins with -1. If it has
+            fewer tokens than are recent, its padding follows in the place of the missing ones.
         """
         slots, recent = states.keys.shape[2], self.recent_tokens
         older, protected = max(slots - recent, 0), states.protected
@@ -99,7 +114,7 @@ class BestAndRecent(EvictingPolicy):
 class SplitBudget(BestAndRecent):
     """A policy that splits its budget into older tokens and recent tokens.
 
-    `split_budget` completes the parameters.
+    A subclass calls `split_budget` when it is created, so that no part of the budget is None.
     """
 
     budget: int | None
@@ -120,11 +135,12 @@ def split_budget(policy: Any, first: str, *, default_recent: Callable[[int], int
     """Compute the missing parts of a budget that consists of older and recent tokens.
 
     Changes the fields `budget`, `first` and `recent` of `policy` in place; two of them determine
-    the third.
+    the third. If none is given, the budget is `DEFAULT_BUDGET`.
 
     Args:
-        policy: the frozen policy being built.
-        first: the name of the older part, which may be 0; the recent one is at least 1.
+        policy: the frozen policy being built. Fields that were not given are None.
+        first: the name of the field with the older part, which may be 0; the recent one is at least
+            1.
         default_recent: returns the recent part of a budget if only the budget is given.
 
     Raises:

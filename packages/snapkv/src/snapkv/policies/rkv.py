@@ -105,6 +105,8 @@ class RKV(BestAndRecent):
     def rate(self, states: LayerStates) -> Tensor:
         """Compute the importance of each slot minus its redundancy, both weighted.
 
+        Slots of the window have no importance. `states` must have at least the window's queries.
+
         Returns:
             (B, num_kv_heads, S) float32.
         """

@@ -119,7 +119,7 @@ class Scissorhands(BestAndRecent):
         If two counts are equal, the newer token ranks higher.
 
         Returns:
-            (B, num_kv_heads, S) float32 ranks.
+            (B, num_kv_heads, S) float32, the ranks from 0.
         """
         tokens, pads, seen_tokens = states.row_tokens, states.pad_tokens, states.keys.shape[2]
         columns = torch.arange(seen_tokens, device=tokens.device)[None, None]
@@ -137,7 +137,7 @@ class Scissorhands(BestAndRecent):
         """Check that the lowest layer can hold all protected tokens right after an eviction.
 
         Raises:
-            InvalidArgumentError: the spans have too many tokens.
+            InvalidArgumentError: the spans have more tokens than fit beside the recent tokens.
         """
         budget = self.max_decode_tokens
         room = budget + 1 - self._layer_drop(budget) - self.recent
@@ -156,7 +156,10 @@ def layer_budgets(budget: int, gamma: float, num_layers: int) -> tuple[int, ...]
 
     Args:
         budget: the mean over the layers.
-        gamma: as in `Scissorhands`.
+        gamma: as in `Scissorhands`; 0 gives every layer the same budget.
         num_layers: how many layers there are.
+
+    Returns:
+        Integers that add up to ``budget * num_layers``.
     """
     return linear_budgets(budget * (1 - gamma), budget * (1 + gamma), budget, num_layers)

@@ -113,7 +113,7 @@ class SnapKV(PrefixPolicy):
 
     @functools.cached_property
     def lift(self) -> ops.Lift:
-        """The way in which votes are pooled along the prefix."""
+        """The way in which votes are pooled along the prefix: with fading, or with a kernel."""
         if self.pooling == "fading":
             assert self.decay is not None
             return ops.Fading(self.decay)
@@ -127,7 +127,8 @@ class SnapKV(PrefixPolicy):
         With ``window_reduce="max"`` the votes of a head are at least about their mean.
 
         Returns:
-            (B, Hkv, P) float32; Hq heads for ``group_reduce="none"``.
+            (B, Hkv, P) float32; Hq heads for ``group_reduce="none"``. The tensor belongs to `layer`
+            and must not be changed.
         """
         lifted, _ = layer.compute_once(self._voting, self._vote)
         return lifted if self.window_reduce == "mean" else self._raised_to_mean(lifted, layer)
@@ -148,7 +149,7 @@ class SnapKV(PrefixPolicy):
 
         Raises:
             InvalidArgumentError: the votes are NaN, which is only checked if `window_reduce` is
-                "mean".
+                "mean", and later if `layer.deferred_checks` is a list.
         """
         if self.window_reduce == "mean":
             return super().compute_shares(prefix)
@@ -157,6 +158,8 @@ class SnapKV(PrefixPolicy):
 
     def pool(self, votes: Tensor, layer: PromptLayer) -> Tensor:
         """Pool the votes along the prefix, except for the votes on attention sinks.
+
+        Votes on sinks do not raise those of their neighbours.
 
         Args:
             votes: (B, H, P) float32, which stays unchanged.
@@ -174,7 +177,9 @@ class SnapKV(PrefixPolicy):
         """Count the votes of the observation window.
 
         Returns:
-            The pooled votes in the shape of `score`, and their sum over the queries before pooling.
+            Two float32 tensors in the shape of `score`: the votes after pooling, and their sums
+            over the queries before pooling. For ``window_reduce="max"`` the first one has the
+            largest vote of any query and not the sum.
         """
         slots = max(0, layer.keys.shape[2] - self.window_size)
         options: Any = {
@@ -198,7 +203,11 @@ class SnapKV(PrefixPolicy):
         return self._of_stored_heads(largest, layer), summed
 
     def _of_stored_heads(self, votes: Tensor, layer: PromptLayer) -> Tensor:
-        """Combine the votes of all query heads if they share one stored latent."""
+        """Combine the votes of all query heads if they share one stored latent.
+
+        Returns:
+            (B, stored heads, P); `votes` itself if each KV head stores its own tokens.
+        """
         if layer.stored_heads is None:
             return votes
         return ops.reduce_group(votes, layer.num_kv_heads, self.group_reduce)
@@ -209,6 +218,14 @@ class SnapKV(PrefixPolicy):
         So a head that attends evenly to many positions counts as much in total as one that looks
         sharply at a few. The mean leaves out sinks, which get most votes, and positions from the
         first voter on, which look at themselves and their neighbours.
+
+        Args:
+            votes: (B, H, P) float32, which stays unchanged.
+            layer: the layer of the votes.
+
+        Returns:
+            (B, H, P) float32. A raised vote lies below the mean by a thousandth of its former
+            distance.
         """
         counted = votes[..., : layer.keys.shape[2] - layer.queries.shape[2]]
         sinks, slots = self.sink_tokens or 0, counted.shape[-1]
@@ -221,7 +238,10 @@ class SnapKV(PrefixPolicy):
 
     @torch.no_grad()
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake:
-        """Return the sum of the votes over the window, even if `window_reduce` is "max"."""
+        """Return the sum of the votes over the window, even if `window_reduce` is "max".
+
+        They are not pooled, and no gradients are computed.
+        """
         return VotesAtStake(
             votes=layer.compute_once(self._voting, self._vote)[1],
             weights=layer.queries.shape[2] * self._heads_summed(layer),
@@ -231,7 +251,8 @@ class SnapKV(PrefixPolicy):
     def summed_weights(self, layer: PromptLayer) -> int:
         """Return the number of attention weights that are added up in one vote.
 
-        These are the weights of all voters, and with "sum" those of all heads of a group.
+        These are the weights of all voters, or of one if `window_reduce` is "max"; with "sum" as
+        `group_reduce` those of all query heads of a group.
         """
         queries = layer.queries.shape[2] if self.window_reduce == "mean" else 1
         return queries * self._heads_summed(layer)

@@ -21,7 +21,7 @@ class Spans:
     """Ranges of positions in a conversation, not counting padding.
 
     Attributes:
-        parts: half-open spans, ascending; no two of them touch.
+        parts: half-open spans, ascending; no two of them touch or overlap.
     """
 
     parts: tuple[Span, ...]
@@ -32,11 +32,12 @@ class Spans:
 
         Args:
             argument: the name of the argument, for errors.
-            given: pairs of positions, as the user has passed them.
+            given: pairs of positions, as the user has passed them, in any order: the first position
+                and the one after the last.
 
         Raises:
             InvalidTypeError: `given` is no sequence of pairs of integers.
-            InvalidArgumentError: a position is negative, or a span is empty.
+            InvalidArgumentError: a position is negative, or a span is empty or reversed.
         """
         if isinstance(given, str) or not isinstance(given, Iterable):
             problem = f"expected pairs of positions, got {given!r} of type {type(given).__name__}"
@@ -57,7 +58,7 @@ class Spans:
         return self.without(self.without(other))
 
     def without(self, other: "Spans") -> "Spans":
-        """Return the positions that are not in `other`, in linear time."""
+        """Return new spans with the positions that are not in `other`, in linear time."""
         left: list[Span] = []
         gone = deque(other.parts)
         for start, stop in self.parts:
@@ -83,14 +84,14 @@ class Spans:
     def cover(self, positions: Tensor) -> Tensor:
         """Return a mask of the positions that are in a span.
 
-        The work does not grow with the number of spans.
+        It takes the same few operations however many spans there are.
 
         Args:
-            positions: whole numbers of any shape; negative ones, such as those of padding, lie in
-                no span.
+            positions: integers of any shape; negative ones, such as those of padding, lie in no
+                span.
 
         Returns:
-            Bool of the same shape.
+            Bool of the same shape, on the same device.
         """
         # The bounds ascend (start, stop, start, ...), so a position lies in a span if an odd number
         # of them is at or below it.
@@ -100,11 +101,15 @@ class Spans:
 
 
 def require_span(argument: str, span: Any) -> Span:
-    """Check that `span` is a pair of positions, and return it as a tuple.
+    """Check that `span` is a pair of positions, and return it as a tuple of two ints.
+
+    Args:
+        argument: the name of the argument, for errors.
+        span: a tuple or list of the first position and the one after the last.
 
     Raises:
         InvalidTypeError: `span` is no pair, or holds something that is no integer.
-        InvalidArgumentError: a position is negative, or the span is empty.
+        InvalidArgumentError: a position is negative, or the span is empty or reversed.
     """
     if not isinstance(span, tuple | list) or len(span) != 2:
         problem = f"expected pairs of positions, got {span!r} of type {type(span).__name__}"

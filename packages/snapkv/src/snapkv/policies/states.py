@@ -22,12 +22,13 @@ DeferredChecks = list[DeferredCheck]
 
 
 def run_checks(checks: Sequence[DeferredCheck]) -> None:
-    """Run all checks whose numbers are still on the device.
+    """Run all checks whose numbers are still on a device.
 
-    The numbers of all checks are copied to the host at once, which waits for a GPU.
+    The numbers of all checks are copied to the host in one transfer, which waits for a GPU.
 
     Args:
-        checks: the checks. Each one raises an error of its own if its numbers are wrong.
+        checks: the checks, in the order in which they run. The first one whose numbers are wrong
+            raises its own error. An empty list does nothing.
     """
     if not checks:
         return
@@ -68,29 +69,32 @@ class LayerStates(AttentionStates):
     def leading_padding(self) -> Tensor | None:
         """The number of slots at the start of each row that hold no token.
 
-        Shape: (B,) int64, or None.
+        Shape: (B,) int64; None if no row has any.
         """
         return self.pad_tokens
 
     @property
     def without_empty_slots(self) -> AttentionStates:
-        """The same queries and keys, with empty slots at the start marked as padding."""
+        """The same queries and keys, in which the empty slots at the start are marked as padding.
+
+        They share the tensors of this object.
+        """
         return AttentionStates(self.queries, self.keys, self.score_options, self.leading_padding)
 
     @property
     def row_tokens(self) -> Tensor:
         """The number of slots in each row that hold a token.
 
-        Shape: (B,) int64 on the device.
+        Shape: (B,) int64 on the device of the keys.
         """
         total = torch.full((self.keys.shape[0],), self.keys.shape[2], device=self.keys.device)
         return total if self.leading_padding is None else total - self.leading_padding
 
     @functools.cached_property
     def row_lengths(self) -> list[int]:
-        """The number of tokens in each row, as a list of integers.
+        """The number of slots in each row that hold a token, as a list of B integers.
 
-        This waits for a GPU if there is padding.
+        The first access waits for a GPU if there is padding.
         """
         B, total = self.keys.shape[0], self.keys.shape[2]
         if self.leading_padding is None:
@@ -110,16 +114,18 @@ class PromptLayer(LayerStates):
     Attributes:
         queries: the last ``policy.query_tokens`` queries of the prompt, fewer if it is shorter.
         values: (B, Hkv, S, Dv).
-        rotation: rotates (B, H, N, D) states by (B, N) positions, float32; for `Policy.needs`.
-        output_weight: (hidden, Hq * Dv), which maps the heads' outputs to the model's width; for
-            `Policy.needs`.
-        token_ids: (B, T) int64, padding included; for `Policy.needs`.
+        rotation: rotates (B, H, N, D) states by (B, N) positions and returns float32. None unless
+            `Policy.needs` asks for it.
+        output_weight: (hidden, Hq * Dv), which maps the heads' outputs to the model's width. None
+            unless `Policy.needs` asks for it.
+        token_ids: (B, T) int64, padding included. None unless `Policy.needs` asks for it.
         received: (B, heads of the cache, T) float32, the most attention every position received
             while the text was read a second time; None if it was read once.
-        token_cost: returns what a token costs in bytes, for a `ByteBudget`.
+        token_cost: returns what a token costs in bytes, for a `ByteBudget`; None if it is not
+            known.
         votes_impl: the implementation of `snapkv.ops.window_votes` that counts the window's votes.
-        deferred_checks: the list that gets the checks of scores and selections, to be run after the
-            last layer, because they wait for a GPU; None to run them at once.
+        deferred_checks: the list to which the checks of scores and selections are appended, to be
+            run after the last layer, because they wait for a GPU; None to run them at once.
         stacked: how many layers are stacked as rows, see `stack`.
     """
 
@@ -137,9 +143,12 @@ class PromptLayer(LayerStates):
     def stack(cls, layers: "Sequence[PromptLayer]") -> "PromptLayer":
         """Stack several layers as the rows of one batch, so that they can be handled together.
 
+        Queries, keys, values, padding and protected slots are copied into new tensors. Everything
+        else is that of the first layer. A single layer is returned unchanged.
+
         Args:
-            layers: consecutive layers with the same `stack_key`; the rows of the first one come
-                first.
+            layers: consecutive layers, at least one, with the same `stack_key`, which is not
+                checked. The rows of the first one come first.
         """
         if len(layers) == 1:
             return layers[0]
@@ -152,7 +161,10 @@ class PromptLayer(LayerStates):
 
     @functools.cached_property
     def stack_key(self) -> tuple[Any, ...] | None:
-        """A key that is equal for layers that can be stacked, or None if this layer cannot be."""
+        """A key that is equal for layers that can be stacked.
+
+        It is None for a layer with learned attention sinks, which cannot be stacked.
+        """
         if self.score_options.sink_logits is not None:  # each layer has its own
             return None
         keys, protected = self.keys, None if self.protected is None else self.protected.shape
@@ -162,15 +174,19 @@ class PromptLayer(LayerStates):
 
     @property
     def depths(self) -> list[int]:
-        """The number of compressed layers that come before the layer of each row."""
+        """The number of compressed layers before the layer of each row, as a list."""
         rows = len(self.keys) // self.stacked
         return [self.depth + row // rows for row in range(len(self.keys))]
 
     def compute_once(self, key: Hashable, compute: Callable[[Self], _Found]) -> _Found:
         """Return the result of a function, which is called only once for each key.
 
+        The result is stored in this object and shared with its copies by `at_depth`. It stays the
+        same object, so the caller must not change it.
+
         Args:
-            key: the name of the result.
+            key: the name of the result. It must contain everything the result depends on beside the
+                layer.
             compute: is called with this layer if there is no result for `key` yet.
         """
         if key not in self._found:
@@ -179,9 +195,9 @@ class PromptLayer(LayerStates):
         return found
 
     def at_depth(self, depth: int) -> "PromptLayer":
-        """Return a copy of this layer with another depth.
+        """Return a copy of this layer with another depth, to ask for the budget of another layer.
 
-        All rows have this depth. The copy shares the results of `compute_once`.
+        All rows have this depth. The tensors and the results of `compute_once` are shared.
         """
         other = replace(self, depth=depth, stacked=1)
         other.__dict__.update(_found=self._found, row_lengths=self.row_lengths)
@@ -189,7 +205,7 @@ class PromptLayer(LayerStates):
 
     @property
     def cost(self) -> TokenCost | None:
-        """The number of bytes that a token takes, or None if it is not known."""
+        """What the tokens of this layer cost in bytes, or None if it is not known."""
         if (cost := self.token_cost) is None:
             return None
         return self.compute_once("cost", lambda _: cost())
@@ -202,11 +218,11 @@ class PromptLayer(LayerStates):
         """Return a mask of the slots that hold the first tokens of each row, or padding.
 
         Args:
-            tokens: how many of the first tokens of each row.
+            tokens: how many of the first tokens of each row; 0 for padding alone.
             slots: the length of the mask.
 
         Returns:
-            (B or 1, 1, slots) bool.
+            (B, 1, slots) bool; (1, 1, slots) if no row has padding.
         """
         pads = 0 if self.pad_tokens is None else self.pad_tokens[:, None, None]
         return torch.arange(slots, device=self.keys.device)[None, None] < pads + tokens
@@ -215,7 +231,7 @@ class PromptLayer(LayerStates):
     def pads(self) -> Tensor | None:
         """A mask of the padding at the start of each row.
 
-        Shape: (B, 1, S) bool; None if there is none.
+        Shape: (B, 1, S) bool; None if no row has padding.
         """
         return None if self.pad_tokens is None else self.is_among_first(0, self.keys.shape[2])
 
@@ -254,11 +270,12 @@ class Selection:
     def of(cls, layer: PromptLayer, keep_indices: Tensor, **other_fields: Any) -> Self:
         """Create a selection from the indices of the positions to keep.
 
-        Rows drop their padding before their tokens.
+        All rows keep the same number of entries. A row that has fewer tokens than that keeps
+        padding in front of them, which `padding_slots` then counts.
 
         Args:
             layer: the layer to select from.
-            keep_indices: as in `Selection`.
+            keep_indices: (B, H, K), as in `Selection`; not checked.
             other_fields: the other fields of the selection.
         """
         T, K = layer.keys.shape[2], keep_indices.shape[-1]
@@ -269,7 +286,7 @@ class Selection:
 
     @classmethod
     def keep_all(cls, layer: PromptLayer) -> Self:
-        """Create a selection that keeps every position of the prompt."""
+        """Create a selection that keeps every position of the prompt, padding included."""
         every = torch.arange(layer.keys.shape[2], device=layer.keys.device)
         return cls.of(layer, every.expand(layer.keys.shape[0], layer.num_kv_heads, -1))
 
@@ -278,9 +295,9 @@ class Selection:
         """Create a selection from a mask of the positions to keep; this waits for a GPU.
 
         Args:
-            kept: (B, H, T) bool.
-            per_head_budget: whether heads may keep different numbers; else all heads of a row keep
-                the same number.
+            kept: (B, H, T) bool; False for padding.
+            per_head_budget: whether heads may keep different numbers. If False, all heads of a row
+                must keep the same number, which is not checked.
             other_fields: the other fields of the selection.
         """
         counts = kept.sum(dim=-1).cpu()
@@ -294,10 +311,11 @@ class Selection:
         """Create a selection from indices and the number of positions that each head keeps.
 
         Args:
-            keep_indices: as in `Selection`.
+            keep_indices: (B, H, K), as in `Selection`; not checked.
             counts: (B, H) int64 on the host, how many of the last entries of a head are indices.
-            per_head_budget: as in `of_mask`.
-            other_fields: the other fields of the selection.
+            per_head_budget: whether to store `counts` as `head_tokens`. If False, the numbers of
+                the first head count for all heads of a row, as `padding_slots`.
+            other_fields: the other fields of the selection, among them `prompt_tokens`.
         """
         if per_head_budget:
             other_fields["head_tokens"] = counts
@@ -312,10 +330,12 @@ class Selection:
         This waits for a GPU if rows of different lengths are padded, or keep different numbers.
 
         Args:
-            layers: the layers, of whose `PromptLayer.stack` this is the selection.
+            layers: the layers that were passed to `PromptLayer.stack`, in the same order.
 
         Returns:
-            One selection per layer; None for a layer that keeps everything.
+            One selection per layer, without the first entries that no head of the layer uses. None
+            for a layer that keeps everything, if rows or heads keep different numbers. A single
+            layer gets this selection itself.
         """
         if len(layers) == 1:
             return [self]
@@ -329,8 +349,11 @@ class Selection:
     def _of_layer(self, layer: PromptLayer) -> "Selection | None":
         """Remove the first entries of the indices if no head uses them.
 
+        Args:
+            layer: the layer of the selection.
+
         Returns:
-            The selection, or None if all positions are kept.
+            A new selection, or None if all positions are kept.
         """
         kept, empty = self.keep_indices, self.padding_slots
         if self.head_tokens is not None:
@@ -354,8 +377,8 @@ class VotesAtStake:
 
     Attributes:
         votes: (B, H, P) float32, each the sum of `weights` attention weights.
-        weights: how many attention weights a vote is the sum of.
-        pad_tokens: (B,) leading padding of each row, or None.
+        weights: how many attention weights are added up in a vote.
+        pad_tokens: (B,) leading padding of each row, or None if no row has any.
     """
 
     votes: Tensor
@@ -364,7 +387,11 @@ class VotesAtStake:
 
     @classmethod
     def joined(cls, several: "Sequence[VotesAtStake]") -> Self:
-        """Join the votes of several layers, as if their heads were heads of one layer."""
+        """Join the votes of several layers, as if their heads were heads of one layer.
+
+        The result is on the device of the first one. `weights` and padding are taken from the first
+        one, too, and must be the same in all.
+        """
         device = several[0].votes.device
         votes = torch.cat([each.votes.to(device) for each in several], dim=1)
         return cls(votes=votes, weights=several[0].weights, pad_tokens=several[0].pad_tokens)
@@ -372,7 +399,8 @@ class VotesAtStake:
     def faded_shares(self) -> Tensor:
         """Return the share of the window's attention that each position gets, with fading.
 
-        A vote raises the positions after it; votes of the first tokens count as zero.
+        A vote also raises the positions after it, by a factor that falls with every token. The
+        votes of the first four tokens count as zero. `votes` stay unchanged.
 
         Returns:
             (B, H, P) float32.
@@ -404,11 +432,13 @@ class LostVotes:
     ) -> "LostVotes":
         """Compute how many votes are lost with a selection.
 
+        Both numbers are zero for a head that has no votes.
+
         Args:
-            votes: (B, H, P) float32.
+            votes: (B, H, P) float32, which stay unchanged.
             lifted: (B, H, P) float32, `VotesAtStake.faded_shares`.
-            keep_indices: as in `Selection`.
-            prompt_tokens: as in `Selection`.
+            keep_indices: (B, Hk, K) int64, as in `Selection`; H must be a multiple of Hk.
+            prompt_tokens: T, the length of the prompt that the indices point into.
         """
         slots = prompt_tokens + 1
         P, shared = votes.shape[-1], votes.shape[1] // keep_indices.shape[1]
@@ -453,7 +483,10 @@ class DecodeStep(LayerStates):
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """The number of padding slots at the start of each row that are still stored."""
+        """The number of padding slots at the start of each row that are still stored.
+
+        Shape: (B,) int64; None if no row has any.
+        """
         return self.padding_slots
 
 
@@ -464,7 +497,8 @@ class Eviction:
     Attributes:
         keep_indices: (B, H, K) int64, ascending slots to keep, -1 and H as in `Selection`; None
             keeps all.
-        scores: (B, H or 1, S) float32, the new scores of the slots before eviction, or None.
+        scores: (B, H or 1, S) float32, the new scores of the slots before eviction. The next step
+            gets those of the kept slots. None if the method needs no scores.
         sink_tokens: as in `Selection`.
         padding_slots: (B,) int64, leading entries of `keep_indices` that hold no token; None if
             every row drops its padding before its tokens.
@@ -479,13 +513,12 @@ class Eviction:
 
     @classmethod
     def of_mask(cls, kept: Tensor, **other_fields: Any) -> Self:
-        """Create an eviction from a mask that marks the slots to keep.
-
-        Waits for a GPU.
+        """Create an eviction from a mask of the slots to keep; this waits for a GPU.
 
         Args:
-            kept: (B, H, S) bool; all heads of a row keep the same number of slots.
-            other_fields: the other fields of the eviction.
+            kept: (B, H, S) bool. All heads of a row must keep the same number of slots, unless the
+                heads of the layer already hold different numbers; this is not checked.
+            other_fields: the other fields of the eviction, except for `padding_slots`.
         """
         keep_indices = ops.kept_indices(kept)
         padding_slots = keep_indices.shape[-1] - kept[:, 0].sum(dim=-1)
@@ -503,7 +536,7 @@ def padding_left(slots: int, kept_slots: int, padding_slots: Tensor | None) -> T
         padding_slots: (B,), how many of the first slots of each row were padding, or None.
 
     Returns:
-        (B,), or None if `padding_slots` is None.
+        (B,), at least 0; None if `padding_slots` is None.
     """
     if padding_slots is None:
         return None

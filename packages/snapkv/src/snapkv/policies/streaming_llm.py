@@ -37,7 +37,8 @@ class StreamingLLM(SplitBudget):
 
     Raises:
         InvalidTypeError: a value has the wrong type.
-        InvalidArgumentError: a value is out of range, or the budget leaves no recent token.
+        InvalidArgumentError: a value is out of range, the budget is in bytes, it is not the sum of
+            the other two, or it leaves no recent token.
     """
 
     name: ClassVar[str] = "streaming-llm"
@@ -63,7 +64,7 @@ class StreamingLLM(SplitBudget):
         return self.start if self.positions == "cache" else 0
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Return a score that is highest for the oldest slot.
+        """Return a score that is highest for the oldest slot, padding included.
 
         Returns:
             (B, 1, S) float32.
@@ -76,6 +77,14 @@ class StreamingLLM(SplitBudget):
         """Select the attention sinks and the most recent slots.
 
         Protected slots replace the oldest of the recent ones.
+
+        Args:
+            states: the layer.
+            scores: (B, 1, S) float32, as `rate` returns them.
+            kept: how many slots each row keeps.
+
+        Returns:
+            (B, H, max(kept)) int64, ascending; H is 1 unless heads protect different slots.
         """
         if states.protected is None:
             return super().keep(states, scores, kept)
@@ -96,8 +105,8 @@ class StreamingLLM(SplitBudget):
         """Check that all protected tokens fit into the budget, with the sinks and one recent token.
 
         Raises:
-            InvalidArgumentError: the spans have too many tokens, or the method numbers tokens by
-                their place in the cache.
+            InvalidArgumentError: the spans have too many tokens; or the method moves its sinks,
+                that is, numbers tokens by their place in the cache.
         """
         if self._moved_tokens:
             problem = f"{self!r} numbers tokens by their place in the cache and cannot protect any"

@@ -45,10 +45,10 @@ class TOVA(BestAndRecent):
         return self.budget
 
     def rate(self, states: LayerStates) -> Tensor:
-        """Compute the attention of the last query to each slot, averaged over all heads.
+        """Compute the attention of the last query to each slot, averaged over all query heads.
 
         Returns:
-            (B, 1, S) float32.
+            (B, 1, S) float32; zero for empty slots.
         """
         newest = replace(states.without_empty_slots, queries=states.queries[:, :, -1:])
         weights = ops.attention_weights(newest)

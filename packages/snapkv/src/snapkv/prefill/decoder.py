@@ -1,4 +1,4 @@
-"""Work on the decoder's layers: replacing `forward`, splitting arguments, and watching memory."""
+"""Tools for a decoder's layers: replacing `forward`, splitting arguments, watching memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +16,11 @@ from snapkv.hf.placement import device_of
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of the model's decoder in their order.
+    """Return the layers of the model's decoder, from the bottom to the top.
 
     Raises:
-        UnsupportedModelError: the decoder has no list of its layers, or more than one.
+        UnsupportedModelError: among the parts of the decoder there is no list with as many modules
+            as the configuration has layers, or more than one.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [
@@ -37,14 +38,16 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def replacing_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of some modules within this block, and restore it afterwards.
+    """Replace the `forward` of some modules within this block, and restore it at the end.
+
+    Changes the modules in place. They are restored after an error, too.
 
     Args:
-        forwards: the function to call in place of each module's `forward`.
+        forwards: the function to call in place of each module's `forward`, without `self`.
 
     Raises:
         UnsupportedModelError: the `forward` of a module has already been replaced, and not by
-            accelerate.
+            accelerate. No module is changed then.
     """
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     if not all(map(_brings_to_device, before)):
@@ -62,13 +65,17 @@ def replacing_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 def _brings_to_device(module: nn.Module) -> bool:
-    """Return whether the `forward` of a module was replaced by accelerate, which moves inputs."""
+    """Return whether accelerate has replaced the module's `forward` in order to move inputs."""
     hooked = getattr(module.forward, "func", None)
     return getattr(hooked, "__module__", "") == "accelerate.hooks"
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return how many tokens a call of the decoder reads in each row, or 0 if it has no inputs."""
+    """Return how many tokens a call of the decoder reads in each row, padding included.
+
+    The inputs are the first positional argument, `input_ids` or `inputs_embeds`. The result is 0 if
+    the call has none of them.
+    """
     given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     return next((each.shape[1] for each in given if each is not None), 0)
 
@@ -80,9 +87,15 @@ class ReadEnough(Exception):  # noqa: N818 - no error
 def require_by_token(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
     """Raise if the arguments of a layer cannot be split into parts for single tokens.
 
+    Args:
+        args: the positional arguments after the hidden states.
+        kwargs: the keyword arguments.
+        tokens: how many tokens the layer reads.
+
     Raises:
-        UnsupportedModelError: an argument is positional, or is a tensor without an axis of
-            `tokens` tokens.
+        UnsupportedModelError: there is a positional argument; a tensor without an axis of `tokens`
+            tokens, which is the third of four axes and otherwise the second; or an object that is
+            neither a tensor, a number, a text, None, a cache, nor a tuple of these.
     """
     odd = [f"argument {number}" for number, _ in enumerate(args, 2)]
     odd += [name for name, value in kwargs.items() if not _is_by_token(value, tokens)]
@@ -104,8 +117,17 @@ def part_of(value: Any, start: int, stop: int) -> Any:
     """Return the part of a layer's argument that belongs to the tokens from `start` to `stop`.
 
     A tensor with four axes is a mask, with the queries along the third axis; the columns of earlier
-    turns come before those of the tokens. Any other tensor has the tokens along its second axis:
-    (B, T) masks and position ids, and (B, T, D) position embeddings.
+    turns come before those of the tokens, and columns from `stop` on are left out. Any other tensor
+    has the tokens along its second axis: (B, T) masks and position ids, and (B, T, D) position
+    embeddings.
+
+    Args:
+        value: the argument, which must have passed `require_by_token`.
+        start: the first token.
+        stop: the token after the last one.
+
+    Returns:
+        A view of the tensor, or a tuple of views; anything else is returned unchanged.
     """
     if isinstance(value, tuple):
         return tuple(part_of(item, start, stop) for item in value)
@@ -123,6 +145,10 @@ def at_places(value: Any, places: Tensor) -> Any:
     Args:
         value: the argument, as in `part_of`; a mask with four axes is (B or 1, H or 1, T, T).
         places: (B, n) int64, the ascending indices of the tokens in each row.
+
+    Returns:
+        A new tensor with n tokens in each of B rows, or a tuple of such tensors; of a mask, both
+        the queries and the columns of these tokens. Anything else is returned unchanged.
     """
     if isinstance(value, tuple):
         return tuple(at_places(item, places) for item in value)
@@ -141,8 +167,9 @@ class MemoryWatch:
 
     Attributes:
         cache: the cache into which the prompt is read; None before the first prompt.
-        tokens: the number of tokens of the prompt.
-        available_bytes: how much memory was free before the prompt; None if it is not known.
+        tokens: the number of tokens of the prompt; 0 before the first prompt.
+        available_bytes: how many bytes were free when the prompt was noted; None if it is not
+            known.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -152,9 +179,9 @@ class MemoryWatch:
         self.available_bytes: int | None = None  # None if it is not known
 
     def note(self, cache: CompressedCache, tokens: int) -> None:
-        """Remember that a prompt of `tokens` tokens is being read into `cache`.
+        """Record that `cache` reads a prompt of `tokens` tokens, and how much memory is free.
 
-        Repeated calls for the same prompt change nothing.
+        Repeated calls for the same cache and number of tokens change nothing.
         """
         if self.cache is cache and self.tokens == tokens:
             return
@@ -165,13 +192,13 @@ class MemoryWatch:
     def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
         """Replace any out-of-memory error within this block by one with advice.
 
-        The cache is emptied before the error is raised.
+        The cache that was given to `note` is emptied before the error is raised.
 
         Args:
-            advice: returns the message of the error.
+            advice: returns the message of the error; it is called only if a prompt was noted.
 
         Raises:
-            OutOfMemoryError: the device has run out of memory.
+            OutOfMemoryError: the block has run out of memory, on the host or on a device.
         """
         try:
             with out_of_memory_explained(

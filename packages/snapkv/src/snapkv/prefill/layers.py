@@ -37,10 +37,10 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         with layer_by_layer(model):
             model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
 
-    Inputs of up to `chunk_tokens` tokens, and inputs without a `CompressedCache`, are read as
-    usual. A prompt with padding can only be read if the attention mask for all of it fits into
-    memory; without padding, transformers makes no mask. A layer overwrites the states that it gets,
-    including states that a hook has stored.
+    Inputs of up to `chunk_tokens` tokens, inputs without a `CompressedCache`, and inputs for which
+    gradients are computed are read as usual. A prompt with padding can only be read if the
+    attention mask for all of it fits into memory; without padding, transformers makes no mask. A
+    layer overwrites the states that it gets, including states that a hook has stored.
 
     Args:
         model: a decoder-only transformers model, which is changed in place within the block.
@@ -51,7 +51,7 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
             the block: an argument of a layer cannot be split.
         InvalidTypeError: `chunk_tokens` is not an integer.
         InvalidArgumentError: `chunk_tokens` is below 1. Within the block: hidden states, attention
-            weights or router logits of a prompt are requested.
+            weights or router logits of a prompt are requested, or the policy looks at token ids.
         OutOfMemoryError: within the block: the prompt does not fit into memory. The cache is empty
             then, and the model is unchanged.
     """
@@ -85,8 +85,17 @@ def _read(
 ) -> Any:
     """Run the decoder, on a copy of the embeddings if the layers are going to overwrite them.
 
+    Args:
+        forward: the decoder's own `forward`.
+        config: the decoder's configuration.
+        chunk_tokens: how many tokens are read at once.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+
     Raises:
-        InvalidArgumentError: an output is requested that needs all tokens of a layer at once.
+        InvalidArgumentError: the layers will read in pieces, but the call or the configuration
+            requests hidden states, attention weights or router logits, which need all tokens of a
+            layer at once.
     """
     if _comes_in_pieces(cache_among(kwargs), tokens_of(args, kwargs), chunk_tokens):
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
@@ -114,10 +123,18 @@ def _read_layer(
 ) -> Any:
     """Run a decoder layer, in pieces if the input is long and is read into a compressed cache.
 
-    If it runs in pieces, the outputs overwrite `hidden_states` in place.
+    If it runs in pieces, the outputs overwrite `hidden_states` in place. A layer that is not
+    compressed reads the whole input at once, and so does every layer where gradients are computed
+    or each token sees its own branch.
+
+    Returns:
+        What the layer's own `forward` returns: the hidden states, or a tuple that begins with them.
+        If it ran in pieces, they are `hidden_states` itself, and the tuple has no further entries.
 
     Raises:
         UnsupportedModelError: an argument of the layer cannot be split into pieces.
+        InvalidArgumentError: the policy looks at token ids.
+        CacheMismatchError: the prompt was not announced, and may contain draft tokens.
     """
     cache = cache_among(kwargs)
     tokens = hidden_states.shape[1]
@@ -141,7 +158,14 @@ def _read_layer(
 
 
 def _read_norm(forward: Callable[..., Any], chunk_tokens: int, hidden_states: Tensor) -> Tensor:
-    """Run a norm in pieces and in place, because it computes on a float32 copy of its input."""
+    """Run a norm in pieces and in place, because it computes on a float32 copy of its input.
+
+    An input of at most `chunk_tokens` tokens, or one for which gradients are computed, is normed at
+    once and stays unchanged.
+
+    Returns:
+        The normed states; if they were made in pieces, `hidden_states` itself.
+    """
     if hidden_states.shape[1] <= chunk_tokens or torch.is_grad_enabled():
         normed: Tensor = forward(hidden_states)
         return normed

@@ -53,7 +53,7 @@ class _Step:
     def append_to(self, cache: CompressedCache) -> None:
         """Append the tokens to `cache`, and let it select as if the model had read the prompt.
 
-        Changes `cache` in place.
+        Changes `cache` in place. The attention call of this step must have been recorded.
         """
         assert self.call is not None
         assert self.last_output is not None
@@ -80,14 +80,15 @@ class SharedReading:
 
     Args:
         model: a decoder-only transformers model.
-        input_ids: (B, T) int64, without padding.
+        input_ids: (B, T) int64, which must not contain padding; this is not checked.
 
     Attributes:
         read_ms: how long reading took, in milliseconds.
 
     Raises:
         UnsupportedModelError: some layers do not hold keys and values of their own, but recurrent
-            states or the keys of another layer; or the model's `forward` is already wrapped.
+            states or the keys of another layer; the model's `forward` is already wrapped; or the
+            model cannot be compressed.
     """
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
@@ -116,7 +117,10 @@ class SharedReading:
     def given(self) -> Iterator[None]:
         """Fill an empty cache from this reading when the model reads the same prompt in this block.
 
-        Everything else is read as usual.
+        This holds for a forward pass with the same ids into an empty `CompressedCache`, in which
+        nothing is hidden and positions count from 0, and which does not request hidden states or
+        attention weights. Its output has the logits of the last token only. Every other forward
+        pass runs as usual. The model is changed in place within the block.
 
         Raises:
             UnsupportedModelError: the model's `forward` is already wrapped.
@@ -140,7 +144,7 @@ class SharedReading:
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Return whether a call requests only logits, and neither hides nor moves a token."""
+    """Return whether a call requests only logits, hides no token, and counts positions from 0."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     return not (
@@ -175,9 +179,9 @@ class _NotingCache(CompressedCache, Hook):
 
 
 def shared_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Estimate how many bytes of memory a `SharedReading` of `tokens` tokens takes.
+    """Estimate how many bytes a `SharedReading` of one row of `tokens` tokens takes.
 
-    It holds the queries, keys and values of all layers.
+    It holds the queries, keys and values of all layers in the model's dtype.
     """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads

@@ -65,6 +65,7 @@ class Instructions(HaystackTask):
 
         Raises:
             InvalidArgumentError: a number is too small.
+            InvalidTypeError: a number is not an integer.
             DocumentError: the haystack is missing or holds no text.
         """
         self.require(samples_each=1, lengths=2 * _OVERHEAD_TOKENS)
@@ -80,13 +81,26 @@ class Instructions(HaystackTask):
                 yield self._sample(f"{length}/{rule}/{index}", length, rule, wanted, text)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return 1 if the instruction was followed, or for a cloze, if it was copied."""
+        """Return 1 if the answer follows the instruction that the sample checks, and 0 if not.
+
+        With `cloze`, return 1 if the answer begins with the word that the instruction names. Upper
+        and lower case are not distinguished, and quotation marks around the answer are ignored.
+        """
         check = _CHECKS["begin" if self.cloze else str(sample.cell["instruction"])]
         return float(check(prediction.strip().strip('"').lower(), sample.references[0]))
 
     def _sample(
         self, name: str, length: int, rule: str, wanted: dict[str, str], text: str
     ) -> Sample:
+        """Return the sample that checks one of the three instructions.
+
+        Args:
+            name: the name of the sample.
+            length: the length of the cell in tokens.
+            rule: the instruction that is checked, a key of `_LINES`.
+            wanted: the words and the mark of all three instructions.
+            text: the text after the instructions.
+        """
         block = _HEADER + "".join(line.format(wanted[key]) for key, line in _LINES.items())
         tokens = 8 if self.cloze else 64
         return Sample(
@@ -101,7 +115,7 @@ class Instructions(HaystackTask):
         )
 
     def _text(self, tokenizer: Any, tokens: int, draw: random.Random) -> str:
-        """Return a part of the haystack with the given number of tokens.
+        """Return a part of the haystack with about the given number of tokens.
 
         It begins at a random place. After the end of the haystack it continues at its beginning.
         """

@@ -65,6 +65,12 @@ class Lines(Task):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or there is no length.
+            InvalidTypeError: a number is not an integer.
+        """
         self.require(positions=1, samples_each=1, examples=0, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
@@ -80,11 +86,21 @@ class Lines(Task):
             )
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return 1 if the last whole number of the answer is the number of the line."""
+        """Return 1 if the last whole number of the answer is the number of the line, and 0 if it is
+        another one or the answer has no number.
+        """
         numbers = re.findall(r"\d+", prediction)
         return float(bool(numbers) and int(numbers[-1]) == int(sample.references[0]))
 
     def _record(self, length: int, position: int, index: int, count: int) -> Sample:
+        """Return a sample whose record has `count` lines. Equal arguments give equal samples.
+
+        Args:
+            length: the tokens of the sample's cell, which only names it.
+            position: the place of the asked line, in percent.
+            index: the number of the sample in its cell.
+            count: the number of lines, more than `examples`.
+        """
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")
         target = round((count - 1) * position / 100)

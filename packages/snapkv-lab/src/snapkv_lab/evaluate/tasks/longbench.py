@@ -62,6 +62,13 @@ class LongBench(Task):
     code_similarity: metrics.CodeSimilarity = "difflib"
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a set is not known or not in LongBench-E, a number is too small,
+                or `code_similarity` is another word.
+            InvalidTypeError: a number is not an integer.
+        """
         if self.extended:
             object.__setattr__(self, "axes", ("dataset", "length"))
         choose_sets(self.datasets, extended=self.extended)
@@ -71,7 +78,10 @@ class LongBench(Task):
         require_choice("code_similarity", self.code_similarity, ("difflib", "levenshtein"))
 
     def for_model(self, name: str, max_tokens: int | None) -> Self:
-        """Return a copy of the task with the maximum length of prompts for this model."""
+        """Return a copy of the task with the maximum length of prompts for this model.
+
+        Return the task itself if `max_prompt_tokens` is set already.
+        """
         if self.max_prompt_tokens is not None:
             return self
         return replace(self, max_prompt_tokens=max_prompt_tokens(name, max_tokens))
@@ -82,15 +92,16 @@ class LongBench(Task):
             yield from self._samples(tokenizer, data, data_set)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return the best score of the prediction over all right answers."""
+        """Return the best score of the prediction over all right answers, from 0 to 1."""
         data_set = SETS[str(sample.cell["dataset"])]
         classes = sample.details["classes"]
         return data_set.score(prediction, sample.references, classes, self.code_similarity)
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """Return the scores that the paper has published for the model.
+        """Return the scores of the paper's Table 1 for the model, by method and data set.
 
-        They are those of Table 1, which has none for LongBench-E.
+        They are from 0 to 1. The dictionary is empty if the table does not have the model, and for
+        LongBench-E.
         """
         by_method = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
         return {
@@ -99,6 +110,12 @@ class LongBench(Task):
         }
 
     def _samples(self, tokenizer: Any, data: Path, data_set: "DataSet") -> Iterator[Sample]:
+        """Yield the samples of one data set, in the order of its file.
+
+        Raises:
+            DocumentError: the file is missing or damaged, or a line has another form.
+            MissingDependencyError: lm-eval is not installed, or its prompt cannot be restored.
+        """
         before, after = prompt_format(data_set)
         rows = read_rows(data, data_set, extended=self.extended)
         settings = self._settings(tokenizer, data_set)
@@ -123,7 +140,10 @@ class LongBench(Task):
             )
 
     def _settings(self, tokenizer: Any, data_set: "DataSet") -> GenerationSettings:
-        """Return how a set is answered. Dialogues are summarised on one line that is not empty."""
+        """Return the generation settings for a data set.
+
+        A summary of a dialogue (samsum) ends at a line break, which is not its first token.
+        """
         settings = GenerationSettings(
             max_new_tokens=data_set.max_new_tokens, min_new_tokens=self.min_new_tokens
         )
@@ -137,7 +157,8 @@ class LongBench(Task):
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
     """Return the maximum number of tokens in a prompt, or None if there is no limit.
 
-    It is the published number if there is one; else the model's positions minus room for an answer.
+    It is the published number if there is one. Otherwise it is the number of the model's positions
+    without room for the longest answer and a chat template, but at least a half of them.
 
     Args:
         model: a hub id, or a folder with that name.
@@ -159,9 +180,10 @@ def cut_middle(
 ) -> tuple[str, str]:
     """Return context and question of a prompt without its middle, if it is too long.
 
-    The beginning with the instructions and the end with the question stay. The prompt is tokenized
-    with special tokens. The first and the last half of `max_prompt_tokens` are decoded and joined.
-    If the question alone is longer than a half, its beginning is cut off too.
+    Both are returned unchanged if they have at most `max_prompt_tokens` tokens. The beginning with
+    the instructions and the end with the question stay. The prompt is tokenized with special
+    tokens. The first and the last half of `max_prompt_tokens` are decoded and joined. If the
+    question alone is longer than a half, its beginning is cut off too.
     """
     ids = _encode(tokenizer, context + question)
     if len(ids) <= max_prompt_tokens:
@@ -278,7 +300,7 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
     only used if its hash is that of the published one.
 
     Raises:
-        MissingDependencyError: lm-eval is not installed, or has another prompt.
+        MissingDependencyError: lm-eval is not installed, or its prompt cannot be restored.
     """
     name = data_set.name
     path = package_file("lm_eval", "tasks", "longbench", f"{name}.yaml")
@@ -308,7 +330,7 @@ _PlainLoader.add_constructor("!function", lambda loader, node: loader.construct_
 def read_rows(data: Path, data_set: DataSet, *, extended: bool) -> list[Row]:
     """Read the rows of a data set in the order of the file.
 
-    Each row has context, input, answers, length and all_classes.
+    Each row has the fields context, input, answers and length, and sometimes all_classes.
 
     Args:
         data: the archive, or a folder that holds the ``.jsonl`` files directly or in a folder
@@ -349,7 +371,7 @@ def hub_archive() -> Path:
 
 
 def _lines(folder: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in the given folder.
+    """Return the lines of a file in the given folder, or in a folder ``data`` inside it.
 
     Raises:
         DocumentError: there is no such file.
@@ -361,7 +383,7 @@ def _lines(folder: Path, name: str) -> Iterable[bytes]:
 
 
 def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in the given archive.
+    """Return the lines of a file in any folder of a ZIP archive.
 
     Raises:
         DocumentError: the archive is damaged, or has no such file.

@@ -80,6 +80,7 @@ class Needle(HaystackTask):
 
         Raises:
             InvalidArgumentError: a number or a word is out of range.
+            InvalidTypeError: a number is not an integer.
             DocumentError: the haystack is missing or holds no text.
         """
         self.require(depths=1, permutations=1, buffer_tokens=0)
@@ -100,7 +101,9 @@ class Needle(HaystackTask):
     def score(self, sample: Sample, prediction: str) -> float:
         """Return the score of an answer, which is a number between 0 and 1.
 
-        It is 1 if the number is in the answer; for the sandwich, it is the share of its words.
+        For the variant magic-number, it is 1 if the answer contains the number, and 0 if it does
+        not. For sandwich, it is the share of the different words of the right answer that occur in
+        the answer.
         """
         if self.variant == "magic-number":
             return float(sample.references[0] in prediction)
@@ -108,6 +111,18 @@ class Needle(HaystackTask):
         return len(right & predicted) / len(right)
 
     def _sample(self, tokenizer: Any, length: int, depth: int, order: int) -> Sample:
+        """Return the sample for one place of the needle. Equal arguments give equal samples.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            length: about how many tokens the prompt has.
+            depth: where the needle is, in percent of the text.
+            order: the number of the permutation.
+
+        Raises:
+            InvalidArgumentError: the length has no room for text, or the tokenizer knows no part of
+                the text.
+        """
         name = f"{length}/{depth}/{order}"
         hidden = self._hidden(random.Random(f"{self.seed}/{name}"))
         text = self.text.permute(f"{self.seed}/{name}") if self.permutations > 1 else self.text
@@ -130,6 +145,7 @@ class Needle(HaystackTask):
         )
 
     def _hidden(self, draw: random.Random) -> _Hidden:
+        """Draw a magic number for a city, or return the sentence about the sandwich."""
         if self.variant == "sandwich":
             thing = "eat a sandwich and sit in Dolores Park on a sunny day."
             start = "The best thing to do in San Francisco is"
@@ -164,9 +180,10 @@ def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
 
 
 def _find_sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
-    """Return the position after the last sentence that ends before the given position.
+    """Return the number of tokens up to the last end of a sentence within the first `most`.
 
-    If no sentence ends before `most`, return 0; in a text without sentences, return `most`.
+    If sentences only end after `most`, return 0. If the text has no end of a sentence, return
+    `most`.
     """
 
     def ended(place: int) -> bool:

@@ -70,6 +70,12 @@ class RagTask(Task):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small.
+            InvalidTypeError: a number is not an integer.
+        """
         self.require(documents=self.least_documents, samples_each=1)
 
 
@@ -99,11 +105,18 @@ class RagCitation(RagTask):
             yield self._sample(index, question, documents)
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return the F1 score of the numbers that the answer cites."""
+        """Return the F1 score of the document numbers that the answer cites, from 0 to 1."""
         right, predicted = set(map(int, sample.references)), cited_numbers(prediction)
         return 2 * len(right & predicted) / (len(right) + len(predicted))
 
     def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
+        """Return the sample of a question among `documents` documents in random order.
+
+        The references are the numbers of the documents that answer it, in ascending order.
+
+        Raises:
+            InvalidArgumentError: there are not so many documents.
+        """
         name = f"{documents}/{question.name}"
         others = itertools.islice(nearest_passages(index, question), documents - len(question.gold))
         passages = [*question.gold, *others]
@@ -191,8 +204,12 @@ class RagPosition(PhraseTask):
     def _rows(self) -> list[Question]:
         """Draw `samples_each` questions, from the file `data` or else from the corpus.
 
-        Questions from the corpus get other documents that do not contain the answer, in order of
-        rank.
+        For a question from the corpus, `near` is replaced by the passages that BM25 ranks nearest
+        to it and that do not contain the answer, the nearest first.
+
+        Raises:
+            InvalidArgumentError: there are fewer than `samples_each` questions.
+            DocumentError: the file `data` cannot be read, or a line has another form.
         """
         if self.data is not None:
             return draw_questions(read_rows(Path(self.data)), self.samples_each, self.seed)
@@ -233,6 +250,7 @@ class RagPipeline(PhraseTask):
 
         Raises:
             InvalidArgumentError: a number is too small, or more documents are read than retrieved.
+            InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
         if self.retrieve < max(self.documents):
@@ -272,9 +290,9 @@ def _require_documents(documents: int, found: int) -> None:
 
 
 def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """Return a random selection of the questions.
+    """Return `count` different questions in random order.
 
-    With a larger count the list begins with the same questions.
+    The seed decides which. With a larger count the list begins with the same questions.
 
     Raises:
         InvalidArgumentError: there are fewer than `count` rows.
@@ -288,7 +306,7 @@ def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Ques
 
 
 def nearest_passages(index: PassageIndex, question: Question) -> Iterator[Passage]:
-    """Yield passages in the order of BM25, without those that answer the question.
+    """Yield passages without those that answer the question, the most relevant by BM25 first.
 
     Two paragraphs with the same title are different edits of one text, so passages with the title
     of an answering one are left out too.
@@ -327,7 +345,7 @@ def phrase_sample(
 
 
 def _number_passages(passages: Iterable[Passage]) -> str:
-    """Write the documents with their numbers from 1, and blank lines between them.
+    """Return the text of the documents with their numbers from 1, and blank lines between them.
 
     The number follows the title, because a small model that names a document recites its title and
     then what follows.
@@ -350,10 +368,16 @@ def contains_phrase(text: str | Passage, phrases: Iterable[str]) -> bool:
 
 
 def _place_gold(row: Question, documents: int, position: str) -> list[Passage]:
-    """Return a list of documents in which the right ones are at the given position.
+    """Return a list of documents with those that answer the question at the given position.
+
+    Args:
+        row: the question; the first of its `near` passages are the other documents.
+        documents: the length of the list.
+        position: "beginning", "middle" or "end".
 
     Raises:
-        InvalidArgumentError: the question has too few or too many documents.
+        InvalidArgumentError: `documents` is smaller than the number of answering documents, or the
+            question has too few others.
     """
     other_count = documents - len(row.gold)
     if not 0 <= other_count <= len(row.near):
@@ -376,7 +400,7 @@ def read_rows(path: Path) -> list[Question]:
     the question) and ``hasanswer`` (it contains an answer).
 
     Raises:
-        DocumentError: the file cannot be read, or a line has another form.
+        DocumentError: the file cannot be read, has only blank lines, or a line has another form.
     """
     try:
         data = path.expanduser().read_bytes()
@@ -391,6 +415,13 @@ def read_rows(path: Path) -> list[Question]:
 
 def _parse_question(record: Row, path: Path, name: str) -> Question:
     """Convert a record from the file to a question.
+
+    Documents that contain an answer without answering the question are left out.
+
+    Args:
+        record: the record, whose fields were checked.
+        path: the file, for error messages.
+        name: the line, such as "line 3", which becomes the name of the question.
 
     Raises:
         DocumentError: a document has another form, or none answers the question.

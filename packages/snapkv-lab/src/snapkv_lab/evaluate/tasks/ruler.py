@@ -83,9 +83,12 @@ class Puzzle:
     references: tuple[str, ...]
 
     def after_example(self, example: "Puzzle", answer: str, gap: str) -> "Puzzle":
-        """Return a copy of the puzzle that follows a solved example.
+        """Return a copy of the puzzle, with a solved example before its context.
 
-        `answer` is the solution of the example, and `gap` is the text between the two.
+        Args:
+            example: the example.
+            answer: the solution of the example, as the prompt shows it.
+            gap: the text between the solved example and the puzzle.
         """
         solved = f"{example.context}{example.question} {example.answer_start}{answer}{gap}"
         return Puzzle(**vars(self) | {"context": solved + self.context})
@@ -107,7 +110,16 @@ class Generator:
     any_reference: bool = False
 
     def puzzle(self, wanted: PuzzleRequest, parts: int) -> Puzzle:
-        """Return the puzzle for a request. The same request always gives the same puzzle."""
+        """Return the puzzle for a request. Equal arguments always give the same puzzle.
+
+        Args:
+            wanted: the request.
+            parts: the size of the puzzle, from `least` to `most()`. The unit depends on the task:
+                sentences, words or documents.
+
+        Raises:
+            InvalidArgumentError: the request is for more questions than the data set has.
+        """
         return self.draw(wanted, parts, random.Random(wanted.seed))
 
 
@@ -128,7 +140,7 @@ def _needles(
         haystack: what they are hidden in: repeated noise, an essay, or other needles.
         key: the kind of the keys.
         value: the kind of the values.
-        keys: how many keys are hidden.
+        keys: how many keys are hidden; at least `queries` are.
         values: how many values each key has.
         queries: how many keys are asked for.
     """
@@ -162,7 +174,14 @@ def _needles(
 def _phrase_needles(
     value: Kind, text: str, names: list[str], references: tuple[str, ...]
 ) -> Puzzle:
-    """Write the prompt in the published words, in the singular if one value is asked for."""
+    """Return the puzzle in the published words, in the singular if one value is asked for.
+
+    Args:
+        value: the kind of the hidden values.
+        text: the text with the needles in it.
+        names: the keys that are asked for.
+        references: all values of these keys.
+    """
     keys = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
     if len(references) == 1:
         kind, article, verb, ask = value.removesuffix("s"), "A", "is", "is"
@@ -200,7 +219,7 @@ def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: rando
 def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str]:
     """Insert each needle into the list of texts at the given place.
 
-    The places must be in descending order. Changes `texts` in place.
+    The places must be in descending order. Changes `texts` in place, and returns it.
     """
     for place, needle in zip(places, needles, strict=True):
         texts.insert(place, needle)
@@ -218,6 +237,15 @@ def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzz
 
 
 def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
+    """Return a puzzle with one chain of assignments, hidden between repetitions of `NOISE`.
+
+    All variables of the chain are the answer.
+
+    Args:
+        draw: the random generator.
+        noises: how often the noise is repeated, at least 5 times.
+        letters: the number of letters in the name of a variable.
+    """
     names = draw_distinct(
         lambda: "".join(draw.choices(string.ascii_uppercase, k=letters)), _HOPS + 1
     )
@@ -252,9 +280,9 @@ def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puz
 
 
 def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
-    """Return a puzzle with a random list of words.
+    """Return a puzzle with a numbered list of `count` different words in random order.
 
-    Of `count` words, the common ones appear `often` times, and others `seldom` times.
+    Ten of them appear `often` times and are the answer. The others appear `seldom` times.
     """
     chosen = draw.sample(load_words("noun", "adjective", "verb"), count)
     common, others = chosen[:_COMMON], chosen[_COMMON:]
@@ -309,7 +337,7 @@ def _question_answering(dataset: CorpusName) -> Generator:
     """
 
     def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-        """Make the puzzle.
+        """Return the puzzle with the question number `wanted.index` of the data set.
 
         Raises:
             InvalidArgumentError: more questions are wanted than the data set has.
@@ -344,9 +372,15 @@ def _question_answering(dataset: CorpusName) -> Generator:
 def _others(
     own: list[int], near: list[int], documents: int, count: int, draw: random.Random
 ) -> list[int]:
-    """Return the indices of other documents that do not answer the question.
+    """Draw documents that do not answer the question, and return their indices.
 
-    Those near the question come first.
+    Args:
+        own: the indices of the documents that answer the question.
+        near: the indices of the documents that were collected for the question. They are drawn
+            first, and others only if `count` is larger than their number.
+        documents: the number of all documents.
+        count: how many are wanted; there are fewer if the data set has not enough.
+        draw: the random generator.
     """
     first = draw.sample(near, min(count, len(near)))
     taken = {*own, *near}
@@ -416,6 +450,12 @@ class Ruler(HaystackTask):
     seed: int = 42
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or a task is not known.
+            InvalidTypeError: a number is not an integer.
+        """
         self.require(samples_each=1, lengths=1)
         require_known_names("tasks", self.tasks, GENERATORS)
 
@@ -427,7 +467,8 @@ class Ruler(HaystackTask):
     def score(self, sample: Sample, prediction: str) -> float:
         """Return the score of an answer, which is a number between 0 and 1.
 
-        It is the share of references in the answer; for questions, whether any is in it.
+        It is the share of the references that the answer contains. For the tasks qa, it is 1 if
+        the answer contains any of them. Upper and lower case are not distinguished.
         """
         predicted = prediction.lower()
         matches = [reference.lower() in predicted for reference in sample.references]
@@ -438,12 +479,13 @@ class Ruler(HaystackTask):
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
     ) -> Iterator[Sample]:
-        """Yield the samples for one task and one length.
+        """Yield `samples_each` samples for one task and one length.
 
-        Samples that cannot fit are skipped.
+        Samples that do not fit into the length are skipped and replaced by the next ones.
 
         Raises:
-            InvalidArgumentError: too many samples in turn do not fit.
+            InvalidArgumentError: more than 20 samples more were skipped than yielded, or the data
+                set has too few questions.
         """
         generator, hint, count = GENERATORS[task], None, 0
         for index in itertools.count():

@@ -47,10 +47,20 @@ class Turns(Task):
     cloze: bool = False
 
     def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            InvalidArgumentError: a number is too small, or there is no length.
+            InvalidTypeError: a number is not an integer.
+        """
         self.require(questions=1, samples_each=1, lengths=1)
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
-        """Yield all conversations of the task."""
+        """Yield all conversations of the task.
+
+        Raises:
+            InvalidArgumentError: a length has no room for `questions` lines and a question.
+        """
         for length in self.lengths:
             names = (f"{length}/{index}" for index in range(self.samples_each))
             yield from fit_samples(

@@ -1,4 +1,4 @@
-"""Asks for vLLM's second model runner, with Triton's interpreter in the place of a device.
+"""Lets vLLM use its second model runner with Triton's interpreter on machines without a GPU.
 
 Python runs a module of this name when it starts, if its folder is on PYTHONPATH, and so do all the
 processes that vLLM starts: ``PYTHONPATH=tests/serving/vllm/interpreter python -m pytest ...``
@@ -18,16 +18,21 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 class Driver:
-    """Of a device that is there; kernels run on CPU tensors."""
+    """A Triton driver that says that a device is there. Kernels run on CPU tensors."""
 
     @staticmethod
     def is_active() -> bool:
-        """The one that vLLM looks for."""
+        """Return True, so that vLLM counts this driver as the one that is active."""
         return True
 
     @staticmethod
     def get_current_target() -> None:
-        """No device to compile for; torch asks where it finds a compiled function in its cache."""
+        """Raise an error, because there is no device to compile for. torch asks for one when it
+        looks up a compiled function in its cache.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError("0 active drivers: there is Triton's interpreter alone")
 
 
@@ -35,7 +40,9 @@ backends["cpu"] = SimpleNamespace(compiler=None, driver=Driver)
 
 
 def create_splat(self, returned, scalar, splat=InterpreterBuilder.create_splat):
-    """Truths stay truths, which the interpreter would turn into what was compared."""
+    """Create a tensor that repeats a scalar, and keep a Boolean one Boolean. The interpreter would
+    give it the type of the values that were compared.
+    """
     if scalar.data.dtype == bool:
         scalar = TensorHandle(scalar.data, int1)
     return splat(self, returned, scalar)
@@ -45,7 +52,12 @@ InterpreterBuilder.create_splat = create_splat
 
 
 def version(package: str, installed=importlib.metadata.version) -> str:
-    """Of vLLM's package for CPUs or for GPUs, with the word by which vLLM knows the former."""
+    """Return the version of a package. That of vLLM, from its package for CPUs or for GPUs, gets
+    the suffix by which vLLM knows a build for CPUs.
+
+    Raises:
+        PackageNotFoundError: the package is not installed.
+    """
     if package != "vllm":
         return installed(package)
     try:
