@@ -824,11 +824,9 @@ _SEEDED = r"""
 
 = snapkv_vllm/blocks.py
 @ vLLM's blocks: a request counts rounded room as dropped | vllm/test_accounting.py
-  vllm/test_engine.py
 -self.dropped_tokens[request_id] = order.seen_tokens - reserved
 +self.dropped_tokens[request_id] = order.dropped_tokens - 1
 @ vLLM's blocks: kept tokens are written into blocks that others share | vllm/test_accounting.py
-  vllm/test_engine.py
 -return bool(self.enable_caching) and
 +return not self.enable_caching and
 
@@ -873,7 +871,6 @@ _SEEDED = r"""
 
 = snapkv_vllm/runners.py
 @ vLLM's rows: a resumed request goes on with what it held before | vllm/test_scheduling.py
-  vllm/test_engine.py
 -        *(scheduler_output.preempted_req_ids or ()),
 -        *scheduler_output.scheduled_cached_reqs.resumed_req_ids,
 

@@ -1,21 +1,19 @@
 """Voting and moving on tensors, against the cache of the library; no vLLM is needed."""
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM, default_policy
+from snapkv import TOVA, CompressedCache, SnapKV, StreamingLLM
 from snapkv.errors import UnsupportedModelError
 from snapkv.ops import ScoreOptions
 from snapkv.policies import PromptLayer
 from snapkv_vllm import layers as layers_module
 from snapkv_vllm.admission.plans import Move, PromptPlan
 from snapkv_vllm.compressor import Compressor, QueryRecorder
-from snapkv_vllm.heads import HeadPages, HeadPlaces, HeadsAttention
-from snapkv_vllm.layouts import PlainLayout, make_layout, slot_numbers
+from snapkv_vllm.layouts import make_layout, slot_numbers
 from tests.families import random_ids, tiny_model
 
 BLOCK = 16
@@ -141,15 +139,17 @@ def test_kept_keys_and_values_equal_those_of_the_librarys_cache_bit_for_bit(
     with torch.no_grad():
         model(ids, past_key_values=cache)
     for index, layer in enumerate(layers):
-        kept = torch.tensor(target_blocks or blocks)
-        layout = make_layout([layer])
-        keys = layout.read_keys(kept, policy.budget)
-        values = layout.read_values(kept, torch.arange(policy.budget)[None, None])
-        _, all_keys, all_values = states[index]
-        keep = cache.kept_positions(index).expand(-1, keys.shape[1], -1)
-        rows = keep[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
-        assert torch.equal(keys[0], all_keys.gather(1, rows))
-        assert torch.equal(values[0], all_values.gather(1, rows))
+        _, keys, values = states[index]
+        require_stored(layer, target_blocks or blocks, cache.kept_positions(index), keys, values)
+
+
+def require_stored(layer, blocks, keep, keys, values):
+    """Check that these blocks begin with exactly what (1, H or 1, K) positions keep."""
+    layout, blocks, (heads, _, size) = make_layout([layer]), torch.tensor(blocks), keys.shape
+    rows = keep[0].expand(heads, -1).unsqueeze(-1).expand(-1, -1, size)
+    assert torch.equal(layout.read_keys(blocks, keep.shape[2])[0], keys.gather(1, rows))
+    every = torch.arange(keep.shape[2])[None, None]
+    assert torch.equal(layout.read_values(blocks, every)[0], values.gather(1, rows))
 
 
 def test_unused_slots_of_the_last_block_have_no_nan(prompt):
@@ -161,72 +161,22 @@ def test_unused_slots_of_the_last_block_have_no_nan(prompt):
         assert layer.kv_cache[16].isnan().all()
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["layer by layer", "all in one run"])
-@pytest.mark.parametrize("seed", range(4))
-def test_pages_of_each_head_contain_what_the_librarys_cache_keeps(
-    prompt, monkeypatch, seed, together
-):
-    """Bit for bit, though what one layer keeps may go where another's keys were."""
-    monkeypatch.setattr(layers_module.LayerRun, "_is_half_on_cpu", property(lambda _: together))
-    model, ids, states = prompt
-    draw = random.Random(seed)
-    heads, kv_heads, size = states[0][0].shape[0], states[0][1].shape[0], states[0][0].shape[-1]
-    memory = torch.full((len(states), 32, kv_heads, BLOCK, 2 * size), float("nan"))
-    layers = {str(depth): engine_layer(heads, kv_heads, size) for depth in range(len(states))}
-    for layer, cache in zip(layers.values(), memory, strict=True):
-        layer.kv_cache = cache
-    blocks, budget, tokens = draw.sample(range(32), 10), draw.choice([20, 48, 149]), 150
-    recorder, apart = QueryRecorder(), HeadsAttention(across_layers=True)
-    compressor = Compressor({0: layers}, recorder, device=torch.device("cpu"), heads=apart)
-    compressor.bind_caches({0: BLOCK})
-    for layer, (_, keys, values) in zip(layers.values(), states, strict=True):
-        fill(layer, blocks, keys, values)
-    policy = default_policy(budget)
-    order = PromptPlan(prompt_tokens=tokens, policy=policy).make_order(0, 0, tokens)
-    targets = draw.sample(blocks, -(-order.reserved_tokens(BLOCK) // BLOCK))
-    recorder.rows_of_requests = {"a": slice(tokens - order.query_tokens, tokens)}
-    for layer, (queries, _, _) in zip(layers.values(), states, strict=True):
-        layer.impl.forward(layer, queries.transpose(0, 1))
-    compressor.compress({"a": replace(order, moves=move(blocks, targets))})
-
-    cache = CompressedCache(model, policy)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    kept = torch.stack(list(apart._kept["a"].counts_by_layer.values()))
-    pages = HeadPages.from_caches(*memory)
-    places = HeadPlaces(kept.flatten(), BLOCK).page_places(torch.arange(len(blocks))[None])
-    for depth, (_, keys, values) in enumerate(states):
-        for head, positions in enumerate(cache.kept_positions(depth)[0].tolist()):
-            mine = [place for place in positions if place >= 0]
-            assert len(mine) == int(kept[depth, head])
-            own = places[depth * kv_heads + head, : -(-len(mine) // BLOCK)]
-            of_blocks = torch.tensor(targets)[own // kept.numel()]
-            found = pages.cache[pages.page_numbers(of_blocks, own), 0].flatten(0, 1)[: len(mine)]
-            assert torch.equal(found, torch.cat([keys[head, mine], values[head, mine]], dim=-1))
-    assert not memory[:, targets].isnan().any()
-
-
 def test_block_size_that_does_not_divide_the_schedulers_is_refused():
     layer = engine_layer(2, 1, 8, block_tokens=32)
     with pytest.raises(UnsupportedModelError, match="--block-size 32"):
         compressor_of({"l": layer})
 
 
-def test_plain_layout_writes_keys_before_values_and_no_other_slots():
-    cache = torch.zeros(3, 2, 4, 6)
-    layout = PlainLayout([cache], 3)
-    keys, values = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 3)
-    layout.write(torch.tensor([11, 4]), keys, values)
-    assert torch.equal(cache[2, :, 3], torch.cat([keys[0, :, 0], values[0, :, 0]], dim=-1))
-    assert torch.equal(cache[1, :, 0], torch.cat([keys[0, :, 1], values[0, :, 1]], dim=-1))
-    assert int((cache.abs().sum(dim=(1, 3)) > 0).sum()) == 2
-    read = layout.read_keys(torch.tensor([1, 2]), 8)
-    assert torch.equal(read[0, :, 0], keys[0, :, 1])
-    assert torch.equal(read[0, :, 7], keys[0, :, 0])
-    picked = layout.read_values(torch.tensor([1, 2]), torch.tensor([[[0, 7], [7, 5]]]))
-    assert torch.equal(picked[0, 0], torch.stack([values[0, 0, 1], values[0, 0, 0]]))
-    assert torch.equal(picked[0, 1, 0], values[0, 1, 0])
-    assert not picked[0, 1, 1].any()
+def kept_alone(policy, queries, keys, values):
+    """What a policy keeps of one layer with (Hq, T, D) queries and (Hkv, T, D) keys and values."""
+    layer = PromptLayer(
+        queries=queries[None, :, -policy.query_tokens :],
+        keys=keys[None],
+        values=values[None],
+        score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
+        layer_idx=0,
+    )
+    return policy.select(layer).keep_indices
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30], ids=["one by one", "together"])
@@ -241,19 +191,8 @@ def test_half_precision_layers_keep_the_same_tokens_together_as_alone(
     layers = run(halves, policy, [100, 50], blocks, (31, 4, 17), torch.bfloat16)
     assert len(layers) > 1
     for layer, (queries, keys, values) in zip(layers, halves, strict=True):
-        alone = PromptLayer(
-            queries=queries[None, :, -policy.query_tokens :],
-            keys=keys[None],
-            values=values[None],
-            score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
-            layer_idx=0,
-        )
-        keep = policy.select(alone).keep_indices.expand(-1, len(keys), -1)
-        layout, kept = make_layout([layer]), torch.tensor([31, 4, 17])
-        rows = keep[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
-        assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
-        every = torch.arange(policy.budget)[None, None]
-        assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
+        keep = kept_alone(policy, queries, keys, values)
+        require_stored(layer, (31, 4, 17), keep, keys, values)
 
 
 @pytest.mark.parametrize("of_queries", [None, torch.float8_e4m3fn], ids=str)
@@ -279,20 +218,10 @@ def test_fp8_keys_vote_with_their_scale_and_are_moved_unchanged(
         layers[str(index)] = layer
     layers = run(stored, policy, [140, 1, 9], blocks, tuple(targets), layers=layers)
     for layer, (asked, keys, values) in zip(layers, stored, strict=True):
-        seen = (keys.view(byte_dtype).float() * layer._k_scale).to(dtype)[None]
+        seen = (keys.view(byte_dtype).float() * layer._k_scale).to(dtype)
         asked = asked if of_queries is None else (asked.float() * layer._q_scale).to(dtype)
-        alone = PromptLayer(
-            queries=asked[None, :, -policy.query_tokens :],
-            keys=seen,
-            values=seen,
-            score_options=ScoreOptions(scaling=keys.shape[-1] ** -0.5),
-            layer_idx=0,
-        )
-        rows = policy.select(alone).keep_indices[0].unsqueeze(-1).expand(-1, -1, keys.shape[-1])
-        layout, kept = make_layout([layer]), torch.tensor(targets)
-        every = torch.arange(policy.budget)[None, None]
-        assert torch.equal(layout.read_keys(kept, policy.budget)[0], keys.gather(1, rows))
-        assert torch.equal(layout.read_values(kept, every)[0], values.gather(1, rows))
+        keep = kept_alone(policy, asked, seen, seen)
+        require_stored(layer, targets, keep, keys, values)
 
 
 def voting(groups):

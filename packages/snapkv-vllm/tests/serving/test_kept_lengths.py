@@ -26,10 +26,9 @@ class Metadata:
         return replace(self, **changes)
 
 
-def metadata(*lengths, bound=None, longest=None):
+def metadata(*lengths):
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    bound = seq_lens.clone() if bound is None else bound
-    return Metadata(seq_lens, bound, longest or max(lengths), seq_lens - 1)
+    return Metadata(seq_lens, seq_lens.clone(), max(lengths), seq_lens - 1)
 
 
 def held_by(requests, dropped, most=4):
@@ -49,13 +48,8 @@ def test_lengths_are_reduced_only_for_the_request_that_dropped_tokens():
     assert told.seq_lens.tolist() == [71, 11, 8]
     assert told.seq_lens_cpu_upper_bound.tolist() == [71, 11, 8]
     assert told.max_seq_len == 71
-
-
-def test_missing_upper_bound_of_lengths_stays_missing():
-    batch = replace(metadata(71, 41), seq_lens_cpu_upper_bound=None)
-    told = held_by(["a", "b"], {"a": 60}).convert(batch)
-    assert told.seq_lens_cpu_upper_bound is None
-    assert told.max_seq_len == 71  # an upper bound still
+    told = held.convert(replace(metadata(71, 41, 8), seq_lens_cpu_upper_bound=None))
+    assert (told.seq_lens_cpu_upper_bound, told.max_seq_len) == (None, 71)
 
 
 def test_padded_rows_and_tokens_do_not_change_other_requests():
@@ -75,31 +69,6 @@ def test_lengths_of_all_steps_are_in_the_same_buffer():
     told = held.convert(metadata(71, 41)).seq_lens
     assert told.data_ptr() == captured.data_ptr()
     assert captured.tolist() == [11, 41, 1, 1]
-
-
-class Builder:
-    """As vLLM's: capture builds as a step does, by position or by name."""
-
-    def __init__(self):
-        self.built = []
-
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        self.built.append((common_attn_metadata.seq_lens.tolist(), fast_build))
-        return common_attn_metadata
-
-    def build_for_cudagraph_capture(self, common_attn_metadata):
-        return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
-
-
-def test_patched_builder_gets_stored_lengths_in_every_build():
-    held, told, other = held_by(["a"], {"a": 60}), Builder(), Builder()
-    held.patch_builder(told)
-    told.build(0, metadata(71), fast_build=True)
-    captured = told.build_for_cudagraph_capture(metadata(71))
-    other.build(0, metadata(71))
-    assert told.built == [([11], True), ([11], False)]
-    assert other.built == [([71], False)]
-    assert captured.seq_lens.data_ptr() == held._seq_lens.data_ptr()
 
 
 @settings(deadline=None)

@@ -66,9 +66,8 @@ def test_decode_budget_is_refused_on_a_server_without_one():
     ],
 )
 def test_limits_that_contradict_other_settings_are_refused_at_the_start(settings, words):
-    own = {"parameters": {"window_size": 8}} if settings.get("policy") != "tova" else {}
     with pytest.raises(InvalidArgumentError, match=words):
-        ServingSettings(**own | settings)
+        ServingSettings(**{"parameters": {"window_size": 8}, **settings})
 
 
 @pytest.mark.parametrize(

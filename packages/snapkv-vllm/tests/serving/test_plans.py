@@ -65,23 +65,6 @@ def whole(prompt, policy=POLICY, step=None):
     return Requests(PromptPlan(prompt_tokens=prompt, policy=policy)).run(prompt, [step or prompt])
 
 
-def test_window_across_two_chunks_is_recorded_in_parts():
-    assert [one.query_tokens for one in whole(100, step=60).orders] == [32]  # begins at 68
-    orders = whole(100, step=80).orders
-    assert [(one.query_tokens, one.is_due) for one in orders] == [(12, False), (20, True)]
-
-
-def test_no_orders_without_a_method_or_after_the_prompt():
-    assert not whole(100, policy=None).orders
-    assert PromptPlan(prompt_tokens=100, policy=POLICY).make_order(100, 64, 1) is None
-
-
-def test_methods_without_queries_get_one_order_at_the_end():
-    policy = StreamingLLM(8)
-    assert [(one.query_tokens, one.is_due) for one in whole(100, policy, 99).orders] == [(0, True)]
-    assert [one.query_tokens for one in whole(100, TOVA(8), 99).orders] == [1]
-
-
 def test_cached_prefix_ends_before_the_tokens_that_vote():
     def reusable(policy, tokens):
         return PromptPlan(prompt_tokens=tokens, policy=policy).reusable_tokens

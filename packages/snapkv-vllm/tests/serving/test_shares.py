@@ -50,18 +50,6 @@ def test_eviction_never_takes_from_a_tenant_within_its_share():
     assert leaving(idle, "a", 51, 100) == (["x", "y"], 1)
 
 
-def test_tenant_that_takes_most_is_evicted_from_first():
-    """Three share 60: a and b have more than 20, and a most."""
-    idle = [*held("b", bx=14, by=14), *held("a", ax=15, ay=15)]
-    assert leaving(idle, "c", 14, 60) == (["ax"], 0)
-
-
-def test_histories_in_use_are_never_evicted():
-    idle, in_use = held("a", y=10), held("a", x=60)
-    assert leaving(idle, "a", 40, 100, in_use) == (["y"], 0)
-    assert leaving(idle, "a", 45, 100, in_use) == (["y"], 5)
-
-
 HELD = st.builds(Held, st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(1, 12))
 
 

@@ -73,6 +73,11 @@ def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
         (said((5, 9, "compress")), "budget: expected a value"),
         (said((5, 9, "drop"), budget=3), "have a budget, not those to drop"),
         (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
+        (said((3, 3, "drop")), "a start below the end"),
+        (said((0, 1, "erase")), "drop, protect and compress"),
+        (said((0, 2**70, "drop")), "end"),
+        (said((0, 1, "drop")) * 1025, "at most 1,024"),
+        ([1], "every span must be an object"),
         ([{"role": "tool", "do": "drop"}], "the fields start, end, do, budget, got .role."),
         (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 spans of"),
     ],
@@ -118,6 +123,17 @@ def test_compressed_span_may_end_at_the_window_for_any_voters(voters):
     assert [len([place for place in head if 50 <= place < 192]) for head in heads] == [9, 9]
     with pytest.raises(InvalidArgumentError, match="because the last 8 are kept"):
         require_spans_fit(policy, 199)
+
+
+def test_compressed_dropped_and_protected_spans_share_a_request():
+    spans = said((20, 100, "compress"), budget=9) + said((130, 200, "compress"), budget=5)
+    spans += said((100, 120, "protect"), (250, 296, "drop"))
+    policy = SETTINGS.plan_request({SPANS_FIELD: spans}, 300).policy
+    (heads,) = chosen(policy, 300).tolist()
+    for head in heads:
+        parts = [(20, 100), (100, 120), (130, 200), (250, 296), (296, 300)]
+        assert [sum(a <= place < b for place in head) for a, b in parts] == [9, 20, 5, 0, 4]
+        assert len(head) == 64
 
 
 def test_span_with_attention_sinks_cannot_be_compressed():

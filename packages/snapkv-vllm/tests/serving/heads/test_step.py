@@ -35,17 +35,6 @@ def caches(order, heads=HEADS):
 
 @pytest.mark.parametrize("heads", [1, HEADS])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_page_contains_the_tokens_of_one_head_in_a_block(order, heads):
-    for cache in caches(order, heads):
-        pages = HeadPages.from_caches(cache)
-        for block in range(BLOCKS):
-            for head in range(heads):
-                number = pages.page_numbers(torch.tensor(block), torch.tensor(head))
-                assert torch.equal(pages.cache[number, 0], cache[block, head])
-
-
-@pytest.mark.parametrize("heads", [1, HEADS])
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_pages_of_all_layers_have_different_numbers(order, heads):
     """A block is a page for every head of every layer, layer by layer."""
     layers = caches(order, heads)
@@ -62,12 +51,6 @@ def test_layers_that_cannot_share_pages_are_refused():
     for wrong in ([one[0], other[1]], one[:1], [one[1], one[0]], [one[0], one[1][:, :2]]):
         with pytest.raises(UnsupportedModelError, match=r"one tensor\. Use --policy adakv"):
             require_shared_pages(wrong, LAYERS)
-
-
-def test_contiguous_cache_has_no_unused_page_number():
-    pages = HeadPages.from_caches(torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE))
-    assert pages.cache.shape == (BLOCKS * HEADS, 1, TOKENS, 2 * SIZE)
-    assert pages.cache.is_contiguous()
 
 
 @pytest.mark.parametrize("across_layers", [False, True])

@@ -27,7 +27,6 @@ OF_NO_RUNNER = {
     "test_adapters.py",
     "test_agents_http.py",
     "test_fp8.py",
-    "test_heads_models.py",
     "test_middleware.py",
     "test_refusals.py",
     "test_routes.py",
@@ -73,14 +72,9 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
     """A small random model with a tokenizer, for servers."""
-    from snapkv_app.models import load
-    from tests.serving.vllm.models import SmallModel
+    from tests.serving.vllm.models import with_tokenizer
 
-    tokenizer = load("demo").tokenizer
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-    model = SmallModel(tmp_path_factory.mktemp("served"), **sizes)
-    tokenizer.save_pretrained(model.folder)
-    return model
+    return with_tokenizer(tmp_path_factory.mktemp("served"), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="session")

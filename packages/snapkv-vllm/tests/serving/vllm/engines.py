@@ -27,6 +27,7 @@ def greedy(tokens, **options):
 class Watched:
     """What was kept while watching: per compression, by how many tokens had been seen."""
 
+    kv_heads: int
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
     blocks_held: list[list[int]] = field(default_factory=list)
 
@@ -34,8 +35,40 @@ class Watched:
     def prompts(self) -> int:
         return len(self.kept)
 
-    def of(self, prompt) -> list[Tensor]:
-        return self.kept[len(prompt)]
+    def of(self, prompt) -> list[list[list[int]]]:
+        """The positions that each head keeps of a prompt, layer by layer."""
+        kept = [keep.expand(-1, self.kv_heads, -1) for keep in self.kept[len(prompt)]]
+        return [positions_of(keep, len(prompt)) for keep in kept]
+
+
+def positions_of(kept: Tensor, tokens: int) -> list[list[int]]:
+    """Of (1, H, K) positions and -1, those of every head that lie in the first tokens."""
+    return [[p for p in head if 0 <= p < tokens] for head in kept[0].tolist()]
+
+
+def require_same_as_library(
+    engine: "Engine", small: Any, prompts: Any, policy: Any, tokens: int
+) -> Watched:
+    """Check that prompts that come together are kept and answered as by the library.
+
+    Returns:
+        What was kept. Every prompt has another length.
+    """
+    with engine.watching() as kept:
+        answers = engine.answers(prompts, greedy(tokens))
+    compressed = [ids for ids in prompts if len(ids) > engine.budget]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected, cache = small.library(prompt, policy, tokens)
+        assert answer == expected, len(prompt)
+        if prompt in compressed:
+            layers = [cache.kept_positions(layer) for layer in small.compressed_layers]
+            library = [
+                positions_of(one.expand(-1, kept.kv_heads, -1), len(prompt)) for one in layers
+            ]
+            assert kept.of(prompt) == library, len(prompt)
+    assert sorted(kept.kept) == sorted(map(len, compressed))
+    engine.require_empty()
+    return kept
 
 
 def small_engine(small: Any, **options: Any) -> "Engine":
@@ -57,6 +90,7 @@ class Engine:
         from snapkv_vllm import engine_args
 
         own = {name: options.pop(name) for name in OWN if name in options}
+        self.budget = own.get("budget", 0)
         common: dict[str, Any] = {
             "dtype": "float32",
             "max_model_len": 4096,
@@ -97,6 +131,11 @@ class Engine:
     @property
     def runner(self) -> Any:
         return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def kv_heads(self) -> int:
+        config = self.llm.llm_engine.vllm_config
+        return config.model_config.get_num_kv_heads(config.parallel_config)
 
     @property
     def free_blocks(self) -> int:
@@ -172,7 +211,7 @@ class Engine:
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watched]:
         """Note what every prompt keeps, and how many blocks it holds right afterwards."""
-        seen, compressor = Watched(), self.runner._compressor
+        seen, compressor = Watched(self.kv_heads), self.runner._compressor
         keep, compress = compressor._select_tokens, self.scheduler._blocks.compress
         across = compressor._select_across
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from snapkv_app.models import load
 from tests.serving.fuzzing import any_value, random_settings
 from tests.serving.vllm import conftest  # noqa: F401  sets the environment before vLLM is there
-from tests.serving.vllm.models import SmallModel, ids_of
+from tests.serving.vllm.models import ids_of, with_tokenizer
 from tests.serving.vllm.servers import Server
 
 STALL = 2.0
@@ -127,10 +126,8 @@ def fuzz(server: Server, requests: int, seed: int = 0) -> Found:
 
 def main(requests: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = load("demo").tokenizer
-        tokenizer.save_pretrained(folder)
-        sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096}
-        with Server(folder, *OPTIONS, model=SmallModel(Path(folder), **sizes).folder) as server:
+        model = with_tokenizer(Path(folder), max_position_embeddings=4096)
+        with Server(folder, *OPTIONS, model=model.folder) as server:
             found = fuzz(server, requests)
     print(f"{sum(found.statuses.values())} requests, by status: {found.statuses}")
     print(f"the neighbour waited at most {found.slowest:.2f} s more than alone")

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 _STARTED = 600  # seconds; a busy machine takes minutes
 
 
@@ -83,25 +81,6 @@ class Server:
             except subprocess.TimeoutExpired:
                 continue
 
-    def kill(self) -> list[Path]:
-        """Kill the process that answers requests, and wait for the end of all that it started.
-
-        Returns:
-            Where the processes have counted.
-        """
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        counts = [Path(file.path) for one in children for file in one.open_files()]
-        folders = {path.parent for path in counts if path.suffix == ".db"}
-        self.process.kill()
-        self.process.wait()
-        deadline = time.monotonic() + 30
-        while (left := [one for one in children if _runs(one)]) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for one in left:
-            one.kill()
-        assert not left
-        return sorted(folders)
-
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
@@ -141,11 +120,3 @@ class Server:
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", timeout=300, max_retries=0, **options
         )
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Whether it does, and is no zombie either, which only its new parent could bury."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

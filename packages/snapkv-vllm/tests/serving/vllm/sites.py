@@ -41,7 +41,6 @@ class Site:
     def __init__(
         self,
         config,
-        monkeypatch,
         *,
         keys=("mine", "theirs"),
         sessions=None,
@@ -103,7 +102,7 @@ class Site:
             self.seen.append((request.vllm_xargs, ids))
             if request.stream:
                 return StreamingResponse(streamed(), media_type="text/event-stream")
-            return JSONResponse(self.answer(ids))
+            return JSONResponse({"ids": ids, "usage": {}})
 
         async def complete(request: CompletionRequest):
             return await answered(request, await renderer.render_completion(request))
@@ -139,18 +138,3 @@ class Site:
         }
         for path, answer in paths.items():
             self.app.add_api_route(f"/v1/{path}", answer, methods=["POST"], response_model=None)
-
-    def answer(self, ids):
-        """What is answered to a request that is not streamed."""
-        return ids
-
-    def render(self, messages):
-        """What vLLM makes of a chat by itself."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        request = ChatCompletionRequest(messages=messages)
-        _, (made,) = asyncio.run(self.app.state.online_renderer.render_chat(request))
-        return made["prompt_token_ids"]
-
-    def tokens(self, text):
-        return self.app.state.online_renderer.renderer.get_tokenizer().encode(text)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from snapkv_vllm import Limits, Sessions
@@ -41,7 +40,6 @@ SERVERS: Mapping[str, Mapping[str, Any]] = {
     },
     "adakv": {"policy": "adakv"},
     "sessions": {},  # with room for as many histories as there are clients, see `soak`
-    "strangers": {"sessions": Sessions()},  # beside the same server without sessions
 }
 
 
@@ -196,50 +194,6 @@ def sessions_soak(engine: Engine, draw: random.Random, requests: int, clients: i
     return found
 
 
-def stranger(draw: random.Random, before: list[Any]) -> tuple[list[int], int, dict[str, Any]]:
-    """One of two keys: a session of one token or a few, a turn tried again, or a long text."""
-    if before and draw.random() < 0.3:
-        return draw.choice(before)
-    length, tokens = draw.choice([(1, 1), (1, 1), (40, 1), (100, 20), (700, 150)])
-    own = {SESSION: f"{draw.choice(['mine', 'theirs'])}/{len(before)}"}
-    own |= {"snapkv_budget": draw.choice([0, 0, 64])}
-    before.append((ids_of(length, seed=draw.randrange(9999)), tokens, own))
-    return before[-1]
-
-
-def steps_of(engine: Engine, draw: random.Random, requests: int, *, with_sessions: bool) -> Any:
-    """How many steps every request takes from its coming to its end, and when all have ended."""
-    before: list[Any] = []
-    came, took, step = dict[str, int](), list[int](), 0
-    while requests or came:
-        for _ in range(min(requests, draw.randrange(4))):
-            ids, tokens, own = stranger(draw, before)
-            own = {name: one for name, one in own.items() if with_sessions or name != SESSION}
-            (name,) = engine.start([ids], greedy(tokens, extra_args=own))
-            came[name], requests = step, requests - 1
-        took += [step - came.pop(one.request_id) for one in engine.step() if one.finished]
-        step += 1
-    return took, step
-
-
-def strangers_soak(small: SmallModel, own: dict[str, Any], seed: int, requests: int) -> Round:
-    """Nobody waits longer beside the sessions of two keys than without any."""
-    found = []
-    for with_sessions in (True, False):
-        options = {name: one for name, one in own.items() if with_sessions or name != "sessions"}
-        with small_engine(small, **options) as engine:
-            draw = random.Random(seed)
-            found.append(steps_of(engine, draw, requests, with_sessions=with_sessions))
-            assert engine.scheduler._metrics.get("standstills")._value.get() == 0
-            engine.llm.reset_prefix_cache()
-            engine.require_empty()
-    (took, steps), (alone, steps_alone) = found
-    said = f"steps of a request {fmean(took):.1f}, most {max(took)}, all {steps}; without sessions "
-    print(f"{said}{fmean(alone):.1f}, most {max(alone)}, all {steps_alone}", flush=True)
-    longer = max(took) > max(alone) or fmean(took) > fmean(alone)
-    return Round("strangers", ["waited longer"] if longer else [], len(took))
-
-
 def resident_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
@@ -276,8 +230,6 @@ def soak(
         "max_model_len": LONGEST,
         **own,
     }
-    if server == "strangers":
-        return strangers_soak(small, options, seed, requests)
     with small_engine(small, **options) as engine:
         if server == "sessions":
             return sessions_soak(engine, draw, requests, clients)

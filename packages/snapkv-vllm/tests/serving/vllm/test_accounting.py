@@ -74,21 +74,6 @@ def simulation(config, *, caching, ahead, windows=(None,), full_blocks=BLOCKS):
     return Simulation(made, SimulatedWorker(blocks, PAGE, windows), ahead)
 
 
-def ended_at(seen, held, kept):
-    """A choice that is due."""
-    from snapkv import SnapKV
-    from snapkv_vllm.admission.plans import Order, PromptSelector
-
-    return Order(
-        selector=PromptSelector(SnapKV(kept, window_size=2)),
-        query_tokens=2,
-        seen_tokens=seen,
-        held_tokens=held,
-        is_due=True,
-        kept_tokens=kept,
-    )
-
-
 RUNS = [  # windows of the groups, prefix caching, steps ahead: every pair of them meets
     ((None,), False, 0),
     ((None,), True, 1),
@@ -152,70 +137,6 @@ def require_promise(scheduler):
         most = scheduler._plans[name].max_held(request.num_tokens + 1)
         for manager in scheduler._blocks._managers.values():
             assert len(manager.req_to_blocks.get(name, ())) <= -(-most // PAGE)
-
-
-def make_blocks(config, *, caching, windows=(None,)):
-    """The compressed blocks of a scheduler, and the manager of their first group."""
-    blocks = simulation(config, caching=caching, ahead=0, windows=windows).scheduler._blocks
-    return blocks, next(iter(blocks._managers.values()))
-
-
-def holding(config, mine, free, kept):
-    """Request "a" in so many blocks with its prompt read, beside so many free ones."""
-    from snapkv import SnapKV
-    from snapkv_vllm.admission.plans import PromptPlan
-
-    blocks, manager = make_blocks(config, caching=True)
-    pool = manager.block_pool
-    manager.plans["a"] = PromptPlan(prompt_tokens=mine * PAGE, policy=SnapKV(kept, window_size=2))
-    manager.req_to_blocks["a"] = pool.get_new_blocks(mine)
-    pool.get_new_blocks(pool.get_num_free_blocks() - free)
-    return blocks, manager
-
-
-def lacking(manager):
-    """Blocks that "a" lacks to compute its last block's tokens and then be compressed."""
-    seen = (len(manager.req_to_blocks["a"]) - 1) * PAGE
-    return manager.get_num_blocks_to_allocate("a", seen + PAGE, [], seen, seen, seen + PAGE)
-
-
-def test_kept_tokens_move_to_free_blocks_or_else_to_own_blocks(config):
-    blocks, manager = holding(config, mine=6, free=1, kept=8)
-    mine = list(manager.req_to_blocks["a"])
-    assert lacking(manager) == 0
-    blocks.reserve("a", 20, 4, others_blocks=0)
-    (move,) = blocks.compress("a", ended_at(24, 24, 8))
-    assert move.sources == tuple(block.block_id for block in mine)
-    assert move.targets[1:] == (mine[-1].block_id,)
-    assert move.targets[0] not in move.sources
-    assert manager.block_pool.get_num_free_blocks() == 5
-    assert manager.dropped_tokens == {"a": 16}
-    assert [block.block_id for block in manager.req_to_blocks["a"]] == list(move.targets)
-
-
-def test_kept_tokens_are_never_moved_to_shared_blocks(config):
-    blocks, manager = holding(config, mine=6, free=2, kept=12)
-    mine = list(manager.req_to_blocks["a"])
-    manager.block_pool.touch(mine)
-    assert lacking(manager) == 3
-    assert blocks.lack_blocks
-    manager.block_pool.free_blocks(mine[:1])
-    assert lacking(manager) == 2
-    blocks.reserve("a", 20, 4, others_blocks=0)
-    (move,) = blocks.compress("a", ended_at(24, 24, 12))
-    assert move.targets[2:] == (mine[0].block_id,)
-    assert [block.ref_cnt for block in mine] == [1] * 6
-
-
-def test_shared_blocks_are_not_written_without_a_reservation(config):
-    blocks, manager = holding(config, mine=6, free=1, kept=8)
-    mine = list(manager.req_to_blocks["a"])
-    with pytest.raises(AssertionError, match="others may read"):
-        blocks.compress("a", ended_at(24, 24, 8))
-    assert manager.req_to_blocks["a"] == mine
-    manager.dropped_tokens["a"] = 4  # its blocks are its own since it was compressed
-    blocks.compress("a", ended_at(28, 24, 8))
-    assert manager.req_to_blocks["a"] == mine[:2]
 
 
 def waits(scheduler):
@@ -282,24 +203,24 @@ def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
 
 
 def test_first_blocks_are_kept_if_tokens_are_compressed_in_place(config):
-    blocks, manager = make_blocks(config, caching=False)
+    from snapkv import SnapKV
+    from snapkv_vllm.admission.plans import Order, PromptSelector
+
+    blocks = simulation(config, caching=False, ahead=0).scheduler._blocks
+    (manager,) = blocks._managers.values()
+    order = Order(
+        selector=PromptSelector(SnapKV(9, window_size=2)),
+        query_tokens=2,
+        seen_tokens=23,
+        held_tokens=23,
+        is_due=True,
+        kept_tokens=9,
+    )
     mine = manager.block_pool.get_new_blocks(6)
     manager.req_to_blocks["a"] = list(mine)
-    (move,) = blocks.compress("a", ended_at(23, 23, 9))
+    (move,) = blocks.compress("a", order)
     assert (move.sources[:3], len(move.sources)) == (move.targets, 6)
     assert manager.req_to_blocks["a"] == mine[:3]
     # 12 slots for 9 tokens: three more tokens cost nothing, the fourth a block
     assert manager.allocate_new_blocks("a", 26, 26) == []
     assert len(manager.allocate_new_blocks("a", 27, 27)) == 1
-
-
-def test_only_groups_with_full_attention_are_compressed(config):
-    blocks, first = make_blocks(config, caching=False, windows=(None, 8, None))
-    assert list(blocks._managers) == [0, 2]
-    for number, manager in blocks._managers.items():
-        manager.req_to_blocks["a"] = first.block_pool.get_new_blocks(4 + number)
-    moves = blocks.compress("a", ended_at(16, 16, 5))
-    assert [(move.group, len(move.sources), len(move.targets)) for move in moves] == [
-        (0, 4, 2),
-        (2, 4, 2),
-    ]

@@ -1,12 +1,11 @@
 """One engine with compressed prompts, against the library and against itself without them."""
 
 import pytest
-import torch
 
 from snapkv import TOVA, default_policy
 from snapkv.policies.default import by_layer
 from snapkv.validation import DEFAULT
-from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.engines import greedy, require_same_as_library, small_engine
 from tests.serving.vllm.models import ids_of
 
 BUDGET = 64
@@ -33,17 +32,8 @@ LENGTHS = (30, 63, 64, 65, 80, 150, 151, 181, 299, 302, 450)
 def test_kept_tokens_and_answers_equal_those_of_the_library(engine, small):
     """Lengths around the budget, and windows that lie across chunks of 150."""
     prompts = [ids_of(n, seed=n) for n in LENGTHS]
-    with engine.watching() as kept:
-        answers = engine.answers(prompts, greedy(16))
-    for prompt, answer in zip(prompts, answers, strict=True):
-        expected, cache = small.library(prompt, by_layer(default_policy(BUDGET)), 16)
-        assert answer == expected, len(prompt)
-        if len(prompt) > BUDGET:
-            for layer, keep in enumerate(kept.of(prompt)):
-                assert torch.equal(keep, small.kept(cache, layer, BUDGET)), (len(prompt), layer)
-    assert kept.prompts == sum(n > BUDGET for n in LENGTHS)
+    kept = require_same_as_library(engine, small, prompts, by_layer(default_policy(BUDGET)), 16)
     assert set(map(tuple, kept.blocks_held)) == {(BUDGET // engine.block_tokens,)}
-    assert engine.free_blocks == engine.all_blocks
 
 
 def test_request_may_set_budget_window_voters_kernel_and_pooling(engine, small):
@@ -98,10 +88,5 @@ def test_several_samples_and_log_probabilities_equal_those_of_the_library(engine
 
 
 def test_other_method_keeps_the_same_tokens_as_the_library(small):
-    prompt = ids_of(300)
     with small_engine(small, budget=50, policy="tova", max_num_batched_tokens=CHUNK) as engine:
-        with engine.watching() as kept:
-            engine.answers([prompt], greedy(2))
-        _, cache = small.library(prompt, TOVA(50), 1)
-    for layer, keep in enumerate(kept.of(prompt)):
-        assert torch.equal(keep.expand(-1, small.kv_heads, -1), small.kept(cache, layer, 50))
+        require_same_as_library(engine, small, [ids_of(300)], TOVA(50), 1)

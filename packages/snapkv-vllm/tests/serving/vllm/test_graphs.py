@@ -83,89 +83,52 @@ def test_last_chunk_of_one_token_is_compressed_correctly(engine, small, second_r
     assert answer == small.answer(prompt, SnapKV(BUDGET, window_size=window), 5)
 
 
-def test_cached_prefix_that_leaves_one_token_is_compressed_correctly(engine, small, second_runner):
-    prompt = ids_of(97, seed=98)  # three blocks of 32 and one
-    expected = small.answer(prompt, SnapKV(BUDGET, window_size=1), 5)
-    for first in (97, 1):
-        (answer,), steps = run(engine, second_runner, [prompt], WINDOW_OF_ONE)
-        assert steps[0][:2] == [[first], True]
-        assert answer == expected
-
-
-def test_last_chunk_of_one_token_beside_decode_steps_is_compressed_correctly(
-    engine, small, second_runner
-):
-    prompts = [ids_of(50, seed=93), ids_of(70, seed=94), ids_of(179, seed=95)]
-    answers, steps = run(engine, second_runner, prompts, WINDOW_OF_ONE, tokens=12)
-    ends = [(tokens, orders) for tokens, orders, _ in steps if orders]
-    assert ([1, 1, 1], True) in ends
-    policy = SnapKV(BUDGET, window_size=1)
-    assert answers == [small.answer(prompt, policy, 12) for prompt in prompts]
-
-
-def test_attention_reads_lengths_from_the_same_buffer_in_every_step(engine):
-    """Of each compressed layer's metadata; the runner's own lengths stay true beside it."""
-    seen, runner = [], engine.runner
-    held = runner._lengths
-    convert = held.convert
-
-    def note(metadata):
-        told = convert(metadata)
-        seen.append((metadata.seq_lens.tolist(), told.seq_lens.tolist()))
-        assert told.seq_lens.data_ptr() == held._seq_lens.data_ptr()
-        assert metadata.seq_lens.data_ptr() != held._seq_lens.data_ptr()
-        return told
-
-    held.convert = note
-    try:
-        engine.answers([ids_of(100, seed=96)], greedy(3))
-    finally:
-        del held.convert
-    assert [(true[0], told[0]) for true, told in seen] == [(100, 100), (101, 65), (102, 66)]
-
-
-def test_graph_capture_of_triton_attention_reads_stored_lengths():
-    """Its own code, on CPU tensors: capture sets lengths to one, in our buffer and no other."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+def make_triton_builder(*layer_names):
+    """vLLM's builder without a device, and without what it needs to split long sequences."""
     from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
 
-    from snapkv_vllm.kept_lengths import KeptLengths
-
     builder = object.__new__(TritonAttentionMetadataBuilder)
-    builder.__dict__ |= dict.fromkeys(SCRATCH, 0) | {"rswa_window": None}
-    held = KeptLengths(4, torch.device("cpu"))
-    held.patch_builder(builder)
-    lengths = torch.tensor([200, 100], dtype=torch.int32)
-    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
-    batch = CommonAttentionMetadata(
+    sizes = ("seq_threshold_3D", "num_par_softmax_segments", "max_seqs_64_segments")
+    scratch = ("softmax_segm_output", "softmax_segm_max", "softmax_segm_expsum")
+    more = {"rswa_window": None, "layer_names": layer_names}
+    vars(builder).update(dict.fromkeys((*sizes, *scratch), 0) | more)
+    return builder
+
+
+def make_metadata(counts, seen, tables, slots):
+    """Metadata of a batch in which each request has seen tokens, of which some are new."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    lengths = torch.tensor(seen, dtype=torch.int32)
+    return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=lengths,
         seq_lens_cpu_upper_bound=lengths.clone(),
-        num_reqs=2,
-        num_actual_tokens=2,
-        max_query_len=1,
+        num_reqs=len(counts),
+        num_actual_tokens=sum(counts),
+        max_query_len=max(counts),
         max_seq_len=512,
-        block_table_tensor=torch.zeros(2, 16, dtype=torch.int32),
-        slot_mapping=torch.zeros(2, dtype=torch.int64),
+        block_table_tensor=tables,
+        slot_mapping=torch.tensor(slots),
     )
+
+
+def test_graph_capture_of_triton_attention_reads_stored_lengths():
+    """Its own code, on CPU tensors: capture sets lengths to one, in our buffer and no other."""
+    from snapkv_vllm.kept_lengths import KeptLengths
+
+    builder, held = make_triton_builder(), KeptLengths(4, torch.device("cpu"))
+    held.patch_builder(builder)
+    batch = make_metadata([1, 1], [200, 100], torch.zeros(2, 16, dtype=torch.int32), [0, 0])
     captured = builder.build_for_cudagraph_capture(batch)
     assert captured.seq_lens.tolist() == [1, 1]
-    assert lengths.tolist() == [200, 100]
+    assert batch.seq_lens.tolist() == [200, 100]
     held.begin_step(["a", "b"], {"a": 150})
-    stepped = builder.build(0, batch)
+    stepped = builder.build(0, batch, fast_build=True)
     assert captured.seq_lens.tolist() == stepped.seq_lens.tolist() == [50, 100]
     assert (stepped.max_seq_len, captured.max_seq_len) == (100, 512)
-
-
-SCRATCH = (
-    "seq_threshold_3D",
-    "num_par_softmax_segments",
-    "max_seqs_64_segments",
-    "softmax_segm_output",
-    "softmax_segm_max",
-    "softmax_segm_expsum",
-)
 
 
 def test_wrong_number_of_recorded_queries_is_refused():

@@ -1,13 +1,10 @@
 """Models whose positions have several dimensions (M-RoPE), with text alone, where all are one."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from snapkv import SnapKV
-from tests.serving.vllm.engines import greedy, small_engine
+from tests.serving.vllm.engines import require_same_as_library, small_engine
 from tests.serving.vllm.models import SmallModel, ids_of
 
 BUDGET, TOKENS = 64, 12
@@ -28,11 +25,9 @@ def small(tmp_path_factory):
 
     ModelRegistry.register_model(ARCHITECTURE, Turned)
     model = SmallModel(tmp_path_factory.mktemp("turned"))
-    file = Path(model.folder, "config.json")
-    config = json.loads(file.read_text())
-    turning = {"rope_type": "default", "mrope_section": [4, 6, 6], **config["rope_parameters"]}
-    changed = config | {"architectures": [ARCHITECTURE], "rope_parameters": turning}
-    file.write_text(json.dumps(changed))
+    rope = model.model.config.rope_parameters
+    turning = {"rope_type": "default", "mrope_section": [4, 6, 6], **rope}
+    model.rewrite_config(architectures=[ARCHITECTURE], rope_parameters=turning)
     return model
 
 
@@ -42,6 +37,4 @@ def test_text_prompts_of_mrope_models_are_compressed_as_by_the_library(small):
     with small_engine(small, budget=BUDGET, **options) as engine:
         assert engine.runner.vllm_config.model_config.uses_mrope
         for _ in range(2):
-            answers = engine.answers(prompts, greedy(TOKENS))
-            assert answers == [small.answer(ids, SnapKV(BUDGET), TOKENS) for ids in prompts]
-        engine.require_empty()
+            require_same_as_library(engine, small, prompts, SnapKV(BUDGET), TOKENS)

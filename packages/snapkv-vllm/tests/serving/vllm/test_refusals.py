@@ -2,13 +2,12 @@
 
 import copy
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from snapkv.errors import InvalidArgumentError, MissingDependencyError, UnsupportedModelError
-from snapkv_vllm import Limits, ServingSettings, Sessions, engine_args, versions
+from snapkv.errors import InvalidArgumentError, UnsupportedModelError
+from snapkv_vllm import Limits, ServingSettings, Sessions, engine_args
 from snapkv_vllm.admission import compatibility as rules
 from snapkv_vllm.admission.compatibility import require_compatible
 from snapkv_vllm.refusals import compressible_layers, require_splittable_heads
@@ -235,19 +234,6 @@ def test_scheduler_without_its_worker_is_refused():
         find_compressed_managers([object()])
 
 
-@pytest.mark.parametrize("left_out", [(), ("logits_processors",)], ids=["all", "the-first-two"])
-def test_engine_does_not_start_with_an_unsupported_vllm(folder, monkeypatch, left_out):
-    from vllm import LLM
-
-    given = engine_args(budget=64, dtype="float32", max_model_len=512, enforce_eager=True)
-    given = {name: value for name, value in given.items() if name not in left_out}
-    monkeypatch.setattr(versions, "installed", lambda: "0.30.1")
-    for module in ("requests", "scheduler", "worker"):
-        monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"got 0\.30\.1. Run pip install"):
-        LLM(folder, **given)
-
-
 @pytest.mark.parametrize("taken", ["worker_cls", "scheduler_cls"])
 def test_worker_or_scheduler_of_another_plugin_is_refused(taken):
     with pytest.raises(InvalidArgumentError, match=f"{taken}: this option is set by snapkv"):
@@ -261,13 +247,3 @@ def test_other_options_are_passed_on():
     assert given["dtype"] == "float32"
     assert given["additional_config"] == {"mine": 1, "snapkv": {"policy": "default", "budget": 64}}
     assert given["logits_processors"][0] == "a:B"
-
-
-def test_hybrid_model_in_one_group_of_blocks_is_refused(tmp_path):
-    from tests.serving.vllm.engines import small_engine
-    from tests.serving.vllm.families import FamilyModel
-
-    with pytest.raises(UnsupportedModelError, match="--disable-hybrid-kv-cache-manager"):
-        small_engine(
-            FamilyModel(tmp_path, "gemma3_text"), budget=64, disable_hybrid_kv_cache_manager=True
-        )

@@ -1,7 +1,6 @@
 """Preemption, shared prefixes and mixed batches: whatever vLLM does, answers stay the same."""
 
 import pytest
-import torch
 
 from snapkv import SnapKV, default_policy
 from snapkv.policies.default import by_layer
@@ -61,12 +60,8 @@ def test_eight_questions_compute_their_text_once_and_answer_as_each_alone(small)
     cached = [(len(ids) - policy.query_tokens) // PAGE * PAGE for ids in prompts]
     with small_engine(small, policy="default", budget=BUDGET, enable_prefix_caching=True) as engine:
         for number, ids in enumerate(prompts):
-            with engine.watching() as kept:
-                (output,) = engine.outputs([ids], greedy(20))
-            expected, cache = small.library(ids, policy, 20)
-            assert list(output.outputs[0].token_ids) == expected, len(ids)
-            for layer, keep in enumerate(kept.of(ids)):
-                assert torch.equal(keep, small.kept(cache, layer, BUDGET)), (len(ids), layer)
+            (output,) = engine.outputs([ids], greedy(20))
+            assert list(output.outputs[0].token_ids) == small.answer(ids, policy, 20), len(ids)
             hit = min(cached[number], len(text)) if number else 0
             assert output.num_cached_tokens == hit
         assert cached[1] < len(text), "voters are in the text"

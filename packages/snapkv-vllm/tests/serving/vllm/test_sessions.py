@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from snapkv import CompressedCache, default_policy
+from snapkv import CompressedCache, FullCache, default_policy
 from snapkv.policies.default import adapt_to_question, by_layer
 from snapkv.validation import DEFAULT, SMALL_WINDOW
 from snapkv_vllm import Sessions
@@ -70,47 +70,16 @@ def test_every_turn_answers_as_a_compressing_cache_of_the_library(engine, small)
     forget(engine)
 
 
-class Plain:
-    """One sequence by the model itself, in which spans of the prompts are cut out of the cache."""
-
-    def __init__(self, model):
-        from transformers import DynamicCache
-
-        self.model, self.cache, self.seen = model, DynamicCache(config=model.config), 0
-        self.positions = []
-
-    def read(self, ids):
-        new = torch.tensor([ids[self.seen :]])
-        places = torch.arange(self.seen, len(ids))
-        held = len(self.positions)
-        mask = torch.ones(1, 1, len(places), held + len(places), dtype=torch.bool).tril(held)
+def answered_without(model, cache, ids, spans, tokens):
+    """The library's greedy answer with a cache that drops spans behind the prompt."""
+    answer = []
+    while len(answer) < tokens:
+        new = torch.tensor([[*ids, *answer][cache.get_seq_length() :]])
         with torch.no_grad():
-            logits = self.model(
-                new,
-                past_key_values=self.cache,
-                position_ids=places[None],
-                attention_mask=mask,
-            ).logits
-        self.positions += places.tolist()
-        self.seen = len(ids)
-        return int(logits[0, -1].argmax())
-
-    def drop(self, spans):
-        stays = [
-            slot
-            for slot, position in enumerate(self.positions)
-            if not any(start <= position < end for start, end in spans)
-        ]
-        self.positions = [self.positions[slot] for slot in stays]
-        for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, stays], layer.values[:, :, stays]
-
-    def answer(self, ids, spans, tokens):
-        answer = [self.read(ids)]
-        self.drop(spans)
-        while len(answer) < tokens:
-            answer.append(self.read(ids + answer))
-        return answer
+            answer.append(int(model(new, past_key_values=cache).logits[0, -1].argmax()))
+        if len(answer) == 1:
+            cache.drop(spans)
+    return answer
 
 
 def agents_turns(seed, turns=TURNS):
@@ -125,7 +94,8 @@ def agents_turns(seed, turns=TURNS):
 @pytest.mark.parametrize("seed", range(2))
 def test_protected_results_are_dropped_later_without_recomputation(engine, small, seed):
     """All but the last two results go, each at the end of the turn that no longer asks for it."""
-    ids, results, plain, turns = [], [], Plain(small.model), 0
+    ids, results, turns = [], [], 0
+    cache = CompressedCache(small.model, FullCache())
     before, requests = reused(engine), went_on(engine)
     for texts, (start, end), tokens in agents_turns(seed):
         results.append((len(ids) + start, len(ids) + end))
@@ -135,7 +105,7 @@ def test_protected_results_are_dropped_later_without_recomputation(engine, small
         said += [{"start": a, "end": b, "do": "protect"} for a, b in results[-2:]]
         args = own("two", snapkv_budget=0, **{SPANS_FIELD: said})
         (found,) = engine.answers([ids], greedy(tokens, extra_args=args))
-        assert found == plain.answer(ids, gone, tokens), turns
+        assert found == answered_without(small.model, cache, ids, gone, tokens), turns
         ids += found
         turns += 1
     assert reused(engine) - before > len(ids)
