@@ -63,7 +63,7 @@ _SEEDED: dict[str, list[tuple[str, ...]]] = {
         ),
         (
             "a branch keeps room that nobody takes back",
-            "        copied.leave_room()\n",
+            "        copied.release_append_buffer()\n",
             "",
             "hf/test_step_graph.py",
         ),

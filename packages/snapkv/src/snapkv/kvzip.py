@@ -89,7 +89,7 @@ def read_twice(
             for layer, prompt in zip(cache.prompt_state.layers, prompts, strict=True):
                 # What follows is read only once, so it cannot be compared with this prompt.
                 cache.prompt_state.chooser.offer(layer, prompt, is_final=True)
-        cache.prompt_state.note_text(input_ids)
+        cache.prompt_state.record_text(input_ids)
     except BaseException:
         cache.reset()
         raise
@@ -109,7 +109,7 @@ def read_as_wanted(
     cache.expect_question(0)
     cache.expect_tokens(input_ids)
     model(input_ids, **passed(cache), logits_to_keep=1)
-    cache.prompt_state.note_text(input_ids)
+    cache.prompt_state.record_text(input_ids)
 
 
 def instruction_of(tokenizer: Any) -> list[int]:

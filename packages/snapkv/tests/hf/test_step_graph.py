@@ -492,7 +492,7 @@ def test_a_layer_with_room_reports_what_an_eager_one_does(
     eager = copy.deepcopy(cache)
     layers = list(zip(cache.prompt_state.layers, eager.prompt_state.layers, strict=True))
     for layer, _ in layers:
-        layer.take_room(5)
+        layer.allocate_append_buffer(5)
     for start in range(stop, stop + 4):
         for index, (layer, other) in enumerate(layers):
             assert cache.get_query_offset(index) == eager.get_query_offset(index) == start

@@ -20,7 +20,7 @@ def absorb_tail(layer: CompressedLayer) -> None:
     columns, end = layer.stored_columns(), layer.columns
     layer.state = replace(layer.state, slot_scores=layer.state.scores_with(tail))
     store.absorb_tail()
-    layer.slots = layer.slots.chosen(columns, end)
+    layer.slots = layer.slots.with_kept(columns, end)
 
 
 def apply_eviction(layer: CompressedLayer, eviction: Eviction) -> None:

@@ -50,7 +50,7 @@ class LayerIdentity:
 class CompressedLayer(DynamicLayer):
     """A cache layer that stores the keys and values of the kept tokens, in ascending positions.
 
-    The layer reports the length of everything it has seen, although it stores only a part of it.
+    The layer reports the number of tokens that it has seen, although it stores only some of them.
     The sliding-window layers of transformers do the same, so positions and masks are right. The
     policy decides which tokens to keep, and `snapkv.hf.attention` decides when to ask the policy.
 
@@ -116,8 +116,8 @@ class CompressedLayer(DynamicLayer):
             key_states: (B, H, N, D).
             value_states: (B, H, N, Dv).
             *args: ignored.
-            coming: how many tokens of the same prompt follow these ones, if the policy may choose
-                at its end; None for tokens of no such prompt.
+            coming: how many tokens of the prompt follow these tokens; None if these tokens come
+                after the end of the prompt.
             **kwargs: ignored.
 
         Returns:
@@ -137,14 +137,14 @@ class CompressedLayer(DynamicLayer):
         return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many columns the attention mask has and at which column it starts.
+        """Return how many columns the attention mask has, and the number of its first column.
 
-        The stored slots stand for the last columns of the full mask.
+        The stored slots are treated as the last columns of the full mask.
         """
         if self.offloaded.is_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
         store = self.store
-        return store.tail.columns(query_length), self.slots.seen(store.unmasked_slots)
+        return store.tail.columns(query_length), self.slots.count_seen(store.unmasked_slots)
 
     def reset(self) -> None:
         self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
@@ -197,7 +197,7 @@ class CompressedLayer(DynamicLayer):
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
         copied.queries = copy.copy(self.queries)
-        copied.leave_room()
+        copied.release_append_buffer()
         return copied
 
     # What the layer holds.
@@ -208,12 +208,12 @@ class CompressedLayer(DynamicLayer):
 
         It is an int, or a tensor while the device counts the tokens of recorded steps.
         """
-        return self.slots.seen(self.store.slots) if self.store.has_room else self._seen_tokens
+        return self.slots.count_seen(self.store.slots) if self.store.has_room else self._seen_tokens
 
     @property
     def columns(self) -> int:
         """Number of columns: the tokens seen, with padding and without what every row dropped."""
-        return self.slots.columns_by(self.store.slots)
+        return self.slots.count_columns(self.store.slots)
 
     @property
     def held_bytes(self) -> int:
@@ -244,10 +244,10 @@ class CompressedLayer(DynamicLayer):
     # What else the wrapped attention needs from a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
-        """Remember the ids of the new tokens, for policies that look at tokens.
+        """Remember the ids of the new tokens, for policies that look at token ids.
 
-        They are added to the earlier ids of the same turn, but replace the ids of the last decode
-        step.
+        They are appended to the ids of the same turn. After the turn they replace the ids of the
+        last decode step.
 
         Args:
             token_ids: (B, N) integers.
@@ -262,18 +262,18 @@ class CompressedLayer(DynamicLayer):
     def select(
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
-        """Keep some of the first `tokens` slots, and all slots after them.
+        """Keep some of the first `tokens` slots, and all slots after them. Evict the others.
 
         Args:
-            kept: (B, H', K) int64, slots as in `TokenStore.select`.
-            tokens: how many slots were chosen from.
-            counts: how many of them each head keeps, if heads differ.
+            kept: (B, H', K) int64, the slots to keep, as in `TokenStore.select`.
+            tokens: the number of slots from which they were selected.
+            counts: how many slots each head keeps; None if all heads keep the same number.
             **changes: new values for other fields of `slots`.
         """
         every_head = kept.expand(-1, max(kept.shape[1], self.store.keys.shape[1]), -1)
         columns = self.slots.columns_of(every_head, tokens)
         self.store = self.store.select(kept, tokens, counts)
-        self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
+        self.slots = self.slots.with_kept(columns, self.slots.count_columns(tokens), **changes)
 
     def token_cost(self, query_heads: int) -> ops.TokenCost:
         """Return how many bytes the kept tokens of this layer take.
@@ -300,12 +300,18 @@ class CompressedLayer(DynamicLayer):
         self.queries.end_prompt(prompt.queries)
         self.state = replace(self.state, **{"lost_mass": None, "lost_peak": None, **lost})
         pads = prompt.pad_tokens if slots.kept is None else slots.pads
-        self.slots = replace(slots, pads=pads, chosen_at=slots.seen(prompt.keys.shape[2]))
+        self.slots = replace(slots, pads=pads, chosen_at=slots.count_seen(prompt.keys.shape[2]))
         if selection is not None:
             self.keep(selection)
 
     def keep(self, selection: Selection) -> None:
-        """Keep the selected slots of a prompt; with recall, offload all tokens first."""
+        """Keep the selected tokens of a prompt, and evict the others.
+
+        A layer with recall offloads all tokens of the prompt first.
+
+        Raises:
+            OutOfMemoryError: there is no room for the offloaded tokens.
+        """
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self.offloaded.append_up_to(tokens, self.store)
         head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
@@ -323,6 +329,8 @@ class CompressedLayer(DynamicLayer):
 
     def move_sinks(self, sink_tokens: int) -> None:
         """Rotate the keys of the attention sinks to the positions right before the other tokens.
+
+        Does nothing if no token has been evicted.
 
         Args:
             sink_tokens: how many of the first stored tokens are sinks.
@@ -352,32 +360,32 @@ class CompressedLayer(DynamicLayer):
 
     # Memory for the decode steps of one `generate`, which may be replayed without Python.
 
-    def take_room(self, tokens: int) -> None:
-        """Allocate memory for `tokens` more tokens, whose address is fixed until `leave_room`."""
+    def allocate_append_buffer(self, tokens: int) -> None:
+        """Allocate an append buffer of fixed address and size for the next `tokens` tokens."""
         self.store = self.store.with_room(tokens, self.slots.leading_padding)
         self.slots = self.slots.without_padding()
         self.queries.own()
 
-    def leave_room(self) -> None:
-        """Give up the fixed addresses; without effect if `take_room` was not called before."""
+    def release_append_buffer(self) -> None:
+        """Replace the fixed append buffer by one that grows. Does nothing if there is none."""
         if not self.store.has_room:
             return
         self.store.leave_room()
         if isinstance(self.store, RaggedStore) and self.store.was_dense:
             self._hold_dense(self.store)
-        self._seen_tokens = self.slots.seen(self.store.slots)
+        self._seen_tokens = self.slots.count_seen(self.store.slots)
         self.queries.own()
         self.store.finalize_step()
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
-        """Replace the stored tokens.
+        """Replace the stored tokens, and count the tokens that have been seen again.
 
         Args:
             store: the new keys and values.
             slots: which token is in which slot of `store`.
         """
         self.store, self.slots = store, slots
-        self._seen_tokens = slots.seen(store.slots)
+        self._seen_tokens = slots.count_seen(store.slots)
 
 
 def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers that have read a prompt and choose what they keep together, as rows of one batch.
+"""Groups of layers that select what they keep of a prompt together, as rows of one batch.
 
 A choice takes dozens of small operations. On a GPU, launching them takes longer than running them.
 So consecutive layers with tensors of the same shapes wait for each other, as long as they hold few
@@ -100,7 +100,7 @@ class LayerGroup:
         return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs).detach()
 
     def choose(self, policy: Policy, *, is_final: bool) -> None:
-        """Let the policy select what each layer keeps, and evict the rest.
+        """Let the policy select the tokens that each layer keeps, and evict the others.
 
         Args:
             policy: the policy of all layers.
@@ -142,10 +142,10 @@ def most_bytes(device: torch.device) -> int:
 
 
 def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
-    """Quantize the first slots of layers, in place.
+    """Quantize the first slots of each layer, in place.
 
-    With recall, the exact keys and values are offloaded first. Consecutive layers of the same kind
-    are quantized together, up to `most_bytes`, because each call has to wait for the GPU once.
+    With recall, the exact keys and values are offloaded first. Consecutive layers with tensors of
+    the same shape are quantized together, up to `most_bytes`, because each call waits for the GPU.
 
     Args:
         kept: each layer with the number of its first slots that are quantized.
@@ -153,6 +153,7 @@ def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes |
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+        OutOfMemoryError: there is no room for the offloaded tokens.
     """
     if codes is None:
         return

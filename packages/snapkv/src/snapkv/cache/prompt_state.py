@@ -12,7 +12,7 @@ from torch import Tensor
 from snapkv.cache.chooser import Chooser
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.read_ids import ReadIds
-from snapkv.cache.recall import schedule_recall, set_aside
+from snapkv.cache.recall import offload_all, schedule_recall
 from snapkv.errors import (
     CacheMismatchError,
     InvalidTypeError,
@@ -151,7 +151,7 @@ def _rows_without_eviction(layer: CompressedLayer) -> Tensor:
     # from the device.
     if slots.pads is None and slots.padding_slots is None and layer.store.ragged is None:
         return torch.zeros(len(layer.keys), dtype=torch.bool)
-    return slots.whole_rows().cpu()
+    return slots.rows_without_evictions().cpu()
 
 
 @dataclass(kw_only=True)
@@ -237,7 +237,7 @@ class PromptState:
             chooses_again: whether the next tokens end a prompt whose tokens are all selected from,
                 even if the end of the last prompt was not removed.
         """
-        self.read_ids = self.read_ids.up_to(self.seen_tokens)
+        self.read_ids = self.read_ids.truncate(self.seen_tokens)
         end = self.prompt_end
         if end is not None and end <= seen_before and (chooses_again or self.seen_tokens < end):
             self.prompt_end = None
@@ -423,7 +423,7 @@ class PromptState:
             self.require_arrived()
             self.read_ids = self.read_ids.on_host()
         except BaseException:
-            self.read_ids = self.read_ids.up_to(self.seen_tokens)
+            self.read_ids = self.read_ids.truncate(self.seen_tokens)
             if self.seen_tokens == seen:
                 self.prompt_end = before
                 schedule_recall(self.layers, is_prompt_next=self.is_coming)
@@ -539,21 +539,21 @@ class PromptState:
         if self.read_ids.parts:
             self.read_ids.require(self.ids_start, ids, seen, visible)
 
-    def note_text(self, ids: Tensor) -> None:
+    def record_text(self, ids: Tensor) -> None:
         """Record the ids of the text that `generate` continues.
 
         Args:
             ids: (B, N) integers, which end with the tokens of the next forward pass.
         """
         if self.ids_start is not None:
-            self.read_ids = self.read_ids.followed_by(self.ids_start, ids)
+            self.read_ids = self.read_ids.replace_from(self.ids_start, ids)
 
     @contextlib.contextmanager
     def reading_text(self, ids: Tensor) -> Iterator[None]:
         """Read (B, N) `ids` within this block, perhaps in pieces, and record them at its end."""
         with self._temporarily(ids_start=None):
             yield
-        self.note_text(ids)
+        self.record_text(ids)
 
     def require_ids(self, tokens: int, rows: int | None) -> None:
         """Raise unless the ids of the next tokens were announced.
@@ -627,4 +627,4 @@ class PromptState:
         with self._temporarily(is_piecewise=True):
             yield
         if layer.seen_tokens < end:
-            set_aside(layer)
+            offload_all(layer)

@@ -24,14 +24,14 @@ class ReadIds:
 
     parts: tuple[tuple[int, Tensor], ...] = ()
 
-    def up_to(self, columns: int) -> Self:
+    def truncate(self, columns: int) -> Self:
         """Return the ids of the first `columns` columns."""
         cut = ((start, ids[:, : columns - start]) for start, ids in self.parts if start < columns)
         return type(self)(tuple(cut))
 
-    def followed_by(self, start: int, ids: Tensor) -> Self:
+    def replace_from(self, start: int, ids: Tensor) -> Self:
         """Return the ids with everything from the column `start` on replaced by `ids`."""
-        return type(self)((*self.up_to(start).parts, (start, ids)))
+        return type(self)((*self.truncate(start).parts, (start, ids)))
 
     def known_from_start(self) -> Tensor:
         """Return the ids of all columns before the first unknown one: (B, N), on the CPU."""

@@ -77,7 +77,7 @@ class CacheReport(dict[str, Any]):
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
-            dropped_tokens=_whole_number(compressed[0].slots.mean_removed),
+            dropped_tokens=_whole_number(compressed[0].slots.mean_dropped_tokens),
             chosen_at=compressed[0].slots.chosen_at,
             kept_tokens=_whole_number(mean),
             later_tokens=_later_tokens(compressed[0]),

@@ -44,5 +44,5 @@ def restore_chosen(
     K = keys.shape[2]
     order = torch.arange(K, device=keys.device).where(places >= 0, -1)
     dense = DenseStore().fill(keys, values, keys.shape[1])
-    slots = SlotMap().chosen(places, tokens, chosen_at=tokens)
+    slots = SlotMap().with_kept(places, tokens, chosen_at=tokens)
     layer.replace_tokens(RaggedStore.gather(dense, order, K), slots)

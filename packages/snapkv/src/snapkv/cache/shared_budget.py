@@ -57,8 +57,9 @@ class SharedBudget:
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, is_final: bool) -> None:
         self._policy, self._is_final, self._device = policy, is_final, first.keys.device
-        # For each layer and row, how many tokens a head would keep if all heads kept the same.
-        self._even = [
+        # For each layer and row, how many tokens a head would keep if all heads kept the same. They
+        # differ between layers, because a budget in bytes leaves a remainder to some of them.
+        self._even_counts = [
             policy.even_counts(first.at_depth(depth)) for depth in range(first.num_layers)
         ]
         self._layers: list[CompressedLayer] = []
@@ -81,8 +82,8 @@ class SharedBudget:
         if depth:
             counts = self._policy.even_counts(stack)
             by_layer = [counts[row : row + rows] for row in range(0, len(counts), rows)]
-            self._even[depth : depth + len(group)] = by_layer
-        scores = self._policy.score_layer(stack, self._even)
+            self._even_counts[depth : depth + len(group)] = by_layer
+        scores = self._policy.score_layer(stack, self._even_counts)
         heads, tokens = scores.shape[1:]
         self._layers += group.layers
         self._counts += [((tokens,) * heads,) * rows] * len(group)
@@ -135,10 +136,10 @@ class SharedBudget:
                 "Use SnapKV or AdaKV",
                 UnsupportedModelError,
             )
-        unread = len(self._even) - len(heads)
+        unread = len(self._even_counts) - len(heads)
         least = [0] * len(heads) + [self._policy.policy.most_tokens or 0] * unread
         heads += [heads[0]] * unread
-        rows = zip(*self._even, strict=True)
+        rows = zip(*self._even_counts, strict=True)
         return [sum(map(operator.mul, heads, map(max, row, least))) for row in rows]
 
     def _evict(self, budgets: Sequence[int]) -> None:
@@ -260,11 +261,11 @@ def _keep_rows(layer: CompressedLayer, rows: Tensor, counts: Counts, columns: Te
             than K.
     """
     tokens, device, ids = layer.store.slots, layer.keys.device, layer.state.token_ids
-    seen_columns = layer.slots.columns_by(tokens)
+    seen_columns = layer.slots.count_columns(tokens)
     layer.offloaded.append_up_to(tokens, layer.store)
     layer.store = store = layer.store.as_ragged(None, tokens)
     store.select_flat(rows.to(device), counts)
-    layer.slots = layer.slots.chosen(columns.to(device), seen_columns, padding_slots=None)
+    layer.slots = layer.slots.with_kept(columns.to(device), seen_columns, padding_slots=None)
     ids = None if ids is None else ids[:, tokens:]
     layer.state = replace(layer.state, head_notes=None, token_ids=ids)
 

@@ -55,6 +55,7 @@ class SlotMap(RowRecord):
 
     @functools.cached_property
     def chosen_slots(self) -> int:
+        """Number of slots that hold the tokens selected from a prompt, empty slots included."""
         return 0 if self.kept is None else self.kept.shape[-1]
 
     @functools.cached_property
@@ -68,20 +69,20 @@ class SlotMap(RowRecord):
         return self.kept is not None and self.chosen_at > 0
 
     def kept_slots(self, prompt_tokens: int) -> int:
-        """Return how many slots a prompt of `prompt_tokens` tokens occupies after compression."""
+        """Return how many slots a prompt of `prompt_tokens` tokens takes after its compression."""
         return prompt_tokens if self.kept is None else self.chosen_slots
 
-    def columns_by(self, slots: Count) -> Count:
-        """Return how many columns a layer with `slots` slots has seen."""
+    def count_columns(self, slots: Count) -> Count:
+        """Count the columns of a layer that has `slots` slots."""
         return self.start + slots - self.chosen_slots
 
-    def seen(self, slots: Count) -> Count:
-        """Return how many tokens a layer with `slots` slots has seen.
+    def count_seen(self, slots: Count) -> Count:
+        """Count the tokens that a layer with `slots` slots has seen.
 
         Args:
             slots: an int, or a tensor if the device counts. The result has the same type.
         """
-        return self.removed_tokens + self.columns_by(slots)
+        return self.removed_tokens + self.count_columns(slots)
 
     @property
     def leading_padding(self) -> Tensor | None:
@@ -104,7 +105,7 @@ class SlotMap(RowRecord):
             (B, H, S) int64 on `device`, negative for an empty slot. If nothing has been evicted,
             (1, 1, S), because the columns are the same in all rows and heads.
         """
-        later = torch.arange(self.start, self.columns_by(slots), device=device)
+        later = torch.arange(self.start, self.count_columns(slots), device=device)
         if self.kept is None:
             return later[None, None]
         return torch.cat([self.kept.long(), later.expand(*self.kept.shape[:2], -1)], dim=-1)
@@ -158,8 +159,8 @@ class SlotMap(RowRecord):
             first = first + self.pads[:, None]
         return torch.arange(columns, device=device) >= first
 
-    def whole_rows(self) -> Tensor:
-        """Return which rows still hold all their tokens in every head: (B,) bool.
+    def rows_without_evictions(self) -> Tensor:
+        """Return a mask of the rows that still hold all their tokens in every head: (B,) bool.
 
         The layer must have evicted tokens.
         """
@@ -169,17 +170,17 @@ class SlotMap(RowRecord):
         is_held = (self.kept == columns) | (columns < pads[:, None, None])
         return is_held.flatten(1).all(dim=1) & (pads >= self.evicted_tokens)
 
-    def whole_tail(self, slots: int) -> int:
-        """Count the tokens at the end that every head of every row still stores without a gap.
+    def count_unbroken_tail(self, slots: int) -> int:
+        """Count the last tokens that every head of every row stores without a gap.
 
-        The layer must have evicted tokens. One stored token is not counted, since a crop must leave
-        a token before those that it removes.
+        The layer must have evicted tokens. One stored token is not counted, because a crop must
+        leave a token in front of the tokens that it removes.
 
         Args:
             slots: how many slots the layer has.
         """
         assert self.kept is not None
-        columns, end = self.columns(slots, self.kept.device), self.columns_by(slots)
+        columns, end = self.columns(slots, self.kept.device), self.count_columns(slots)
         last = torch.arange(end - columns.shape[-1], end, device=columns.device)
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         pads = 0 if self.pads is None else self.pads[:, None, None]
@@ -200,18 +201,18 @@ class SlotMap(RowRecord):
 
     # Changing the map.
 
-    def chosen(self, kept: Tensor, columns: int, **changes: Any) -> Self:
-        """Return the map after tokens were selected from the first columns.
+    def with_kept(self, kept: Tensor, columns: int, **changes: Any) -> Self:
+        """Return the map of a layer that keeps only some of its first columns.
 
         Args:
-            kept: (B, H, K) integers, the columns that are kept; -1 for an empty slot.
-            columns: how many columns they were selected from. All later ones are kept.
+            kept: (B, H, K) integers, the columns to keep; -1 for an empty slot.
+            columns: the number of columns from which they were selected. All later columns stay.
             **changes: new values for other fields.
         """
         return replace(self, kept=kept.to(torch.int32), start=columns, **changes)
 
-    def whole(self) -> Self:
-        """Return the map of a layer that holds every column again."""
+    def without_evictions(self) -> Self:
+        """Return the map of a layer that stores every column, as if nothing had been evicted."""
         return replace(self, kept=None, start=0, padding_slots=None)
 
     def without_padding(self) -> Self:
@@ -224,7 +225,7 @@ class SlotMap(RowRecord):
 
     def cropped(self, tokens: int, slots: int) -> Self:
         """Return the map without the last `tokens` tokens, which leaves `slots` slots."""
-        seen, columns = self.seen(slots), self.columns_by(slots)
+        seen, columns = self.count_seen(slots), self.count_columns(slots)
         if columns and slots >= self.chosen_slots and self.chosen_at <= seen:
             return self
         return replace(
@@ -237,20 +238,20 @@ class SlotMap(RowRecord):
     # Spans that the user drops.
 
     def row_tokens(self, rows: int, slots: int) -> list[int]:
-        """Count the tokens that each row has seen, with dropped tokens and without padding.
+        """Count the tokens that each row has seen. Dropped tokens count, and padding does not.
 
         Args:
             rows: how many rows the batch has.
             slots: how many slots the layer has.
         """
-        seen = self.seen(slots)
+        seen = self.count_seen(slots)
         pads = [0] * rows if self.pads is None else self.pads.tolist()
         removed = (each.tokens - self.removed_tokens for each in self.removed_spans_of(rows))
         return [seen - own_pads + more for own_pads, more in zip(pads, removed, strict=True)]
 
     @property
-    def mean_removed(self) -> float:
-        """Mean number of tokens that the user has dropped from a row."""
+    def mean_dropped_tokens(self) -> float:
+        """The average number of tokens that the user has dropped from a row."""
         if self.removed_spans is None:
             return 0
         return float(
@@ -266,10 +267,10 @@ class SlotMap(RowRecord):
             for row in self.removed_spans.tolist()
         ]
 
-    def without(self, spans: Sequence[Spans], stays: Tensor) -> Self:
-        """Return the map of the remaining slots after each row has dropped its spans.
+    def without_spans(self, spans: Sequence[Spans], stays: Tensor) -> Self:
+        """Return the map of the slots that remain after each row has dropped its spans.
 
-        The dropped tokens have no columns in it.
+        The dropped tokens have no columns in the new map.
 
         Args:
             spans: the positions that each row drops.
@@ -289,7 +290,7 @@ class SlotMap(RowRecord):
         moved = replace(
             self,
             removed_spans=_padded(removed_spans).to(device),
-            removed_tokens=self.seen(slots) - columns,
+            removed_tokens=self.count_seen(slots) - columns,
             pads=pads if bool(pads.any()) else None,
         )
         if self.kept is None:
@@ -299,7 +300,7 @@ class SlotMap(RowRecord):
         starts, stops = moved.removed_spans.unbind(dim=-1)  # type: ignore[union-attr] # just made
         ranks = positions - _sum_up_to(positions, starts, (stops - starts).cumsum(-1))
         places = (ranks + pads[:, None, None]).gather(2, left_slots.clamp(min=0))
-        return moved.chosen(places.masked_fill(left_slots < 0, -1), columns)
+        return moved.with_kept(places.masked_fill(left_slots < 0, -1), columns)
 
     def removed_among_last(self, tokens: int, slots: int) -> list[int]:
         """Count for each row how many of its last tokens the user has dropped.
@@ -321,7 +322,7 @@ class SlotMap(RowRecord):
         ]
 
     def without_last(self, tokens: int, slots: int) -> tuple[Self, int]:
-        """Forget the dropped spans among the last tokens, which are about to be removed.
+        """Return the map without the dropped spans among the last tokens, which will be removed.
 
         The caller must have checked that every row has dropped the same number of these tokens.
 
@@ -384,7 +385,7 @@ class LayerState(RowRecord):
 
 
 def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:
-    """Return for each place the sum at the last of the `begins` that are not after it.
+    """Look up the sum that belongs to the last of the `begins` at or before each place.
 
     Args:
         places: (B, H, S) integers.

@@ -147,11 +147,11 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
             offloaded.append(*layer.store.last(tokens), is_limited=False)
         offloaded.select_where(left & (positions[:, 0] >= 0))
     layer.queries.drop(left, positions[:, 0])
-    slots, store = slots.without(spans, stays), layer.store.select_where(stays)
+    slots, store = slots.without_spans(spans, stays), layer.store.select_where(stays)
     store.finalize_step()
     if slots.kept is not None:  # ragged heads hold no padding
         padding_slots = None if store.ragged is not None else store.slots - stays[:, 0].sum(dim=-1)
-        slots = slots.chosen(slots.kept, slots.start, padding_slots=padding_slots)
+        slots = slots.with_kept(slots.kept, slots.start, padding_slots=padding_slots)
     layer.replace_tokens(store, slots)
 
 
@@ -160,7 +160,7 @@ def _is_whole_again(layer: CompressedLayer) -> bool:
     slots, store = layer.slots, layer.store
     if not store.is_exact and store.keys.shape[1] != store.num_kv_heads:
         return False
-    return slots.kept is None or bool(slots.whole_rows().all())
+    return slots.kept is None or bool(slots.rows_without_evictions().all())
 
 
 def _make_whole(layer: CompressedLayer) -> None:
@@ -170,7 +170,7 @@ def _make_whole(layer: CompressedLayer) -> None:
         return
     if store.is_exact:  # quantized tokens stay as they are until the next prompt
         store = DenseStore().fill(*store.last(store.slots), store.num_kv_heads)
-    layer.replace_tokens(store, layer.slots.whole())
+    layer.replace_tokens(store, layer.slots.without_evictions())
 
 
 def protected_slots(

@@ -95,7 +95,7 @@ def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
     if not columns:
         return False
     is_compressed = slots.kept is not None
-    whole = slots.whole_tail(store.slots) if is_compressed else store.slots
+    whole = slots.count_unbroken_tail(store.slots) if is_compressed else store.slots
     if offloaded.is_enabled and tokens <= layer.seen_tokens:
         # A later prompt selects from exact keys and values, so quantized tokens that remain from
         # a prompt must be restored.

@@ -141,9 +141,10 @@ def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:
     """
     assert store.ragged is not None
     visible = None if call.branches is None else call.branches.own_visible
-    tail, written = (call.key, call.value), store.tail.count
-    output = store.ragged.attend(call.query, tail, call.score_options, visible, written)
-    return output.transpose(1, 2).contiguous()
+    inputs = ops.TailInputs(
+        call.query, call.key, call.value, call.score_options, visible, store.tail.count
+    )
+    return store.ragged.attend(inputs).transpose(1, 2).contiguous()
 
 
 class _Ungrouped:

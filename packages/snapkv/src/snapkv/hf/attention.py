@@ -21,7 +21,7 @@ from snapkv.cache.evicting import absorb_tail, apply_eviction
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import quantize_slots
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
-from snapkv.cache.recall import set_aside
+from snapkv.cache.recall import offload_all
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, SnapKVError, UnsupportedModelError, wrong
 from snapkv.hf import forward_context
@@ -232,7 +232,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
     if not context.forward_pass.prompt_state.is_piecewise:
-        set_aside(layer)
+        offload_all(layer)
     return attended
 
 

@@ -337,7 +337,7 @@ class CompressedCache(Cache):
             _refuse_compiled()
         current, prompt_state = forward_context.current, self.prompt_state
         if prompt_state.layers[0].store.has_room and not current.is_step:
-            self.leave_room()
+            self.release_append_buffers()
         if prompt_state.looks_at_tokens:
             prompt_state.require_ids(new_tokens, rows)
         if current.is_recording:
@@ -402,7 +402,7 @@ class CompressedCache(Cache):
             InvalidTypeError: `tokens_to_remove` is not an integer.
         """
         count = count_to_remove(tokens_to_remove)
-        self.leave_room()
+        self.release_append_buffers()
         seen = self.prompt_state.seen_tokens
         has_restored = take_back(self.layers, count)
         self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)
@@ -432,7 +432,7 @@ class CompressedCache(Cache):
                 f"expected some of the {self.prompt_state.rows} rows of the batch, got {got}",
                 "Pass a 1-D tensor of integers, in which 0 stands for the first row",
             )
-        self.leave_room()
+        self.release_append_buffers()
         for layer in self.layers:
             layer.reorder_cache(chosen)
         self.prompt_state.read_ids = self.prompt_state.read_ids.select_rows(chosen)
@@ -532,13 +532,13 @@ class CompressedCache(Cache):
         """
         return bool(self.prompt_state.rows)
 
-    def leave_room(self) -> None:
+    def release_append_buffers(self) -> None:
         """Replace the fixed append buffers of a captured decode step by growing ones.
 
         Call it before a change that the captured step cannot follow.
         """
         for layer in self.prompt_state.layers:
-            layer.leave_room()
+            layer.release_append_buffer()
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Return how many tokens the model has read into the cache, evicted ones included."""
@@ -554,7 +554,7 @@ class CompressedCache(Cache):
         layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
-            return layer.slots.seen(layer.store.unmasked_slots + count)
+            return layer.slots.count_seen(layer.store.unmasked_slots + count)
         return super().get_query_offset(layer_idx)
 
     # Methods for users.
@@ -638,7 +638,7 @@ class CompressedCache(Cache):
                 while generating or needs positions. The cache is unchanged then.
             InvalidTypeError: `spans` does not consist of spans.
         """
-        self.leave_room()
+        self.release_append_buffers()
         rows, layers = self._rows_of(spans), self.prompt_state.layers
         require_droppable(layers, rows)
         require_turns_can_follow(layers, rows)
@@ -853,7 +853,7 @@ class CompressedCache(Cache):
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
-        copied.leave_room()
+        copied.release_append_buffers()
         return copied
 
 

@@ -91,7 +91,7 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
         inputs = _with_omitted_cache(model, inputs, cache_among(kwargs))
     if token_ids is not None:
         prompt_state.expect_tokens(token_ids)
-        prompt_state.note_text(args[0] if args else kwargs["input_ids"])
+        prompt_state.record_text(args[0] if args else kwargs["input_ids"])
     return inputs
 
 
@@ -147,7 +147,7 @@ def _prefill(
     cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
     cache.require_rows(len(input_ids))
     # After an error in an earlier call, the traceback may still hold its append buffers.
-    cache.leave_room()
+    cache.release_append_buffers()
     generation_config = copy.copy(generation_config)
     generation_config.disable_compile = True
     # The length of a mask that hides nothing and was therefore left out.

@@ -91,7 +91,7 @@ class Room:
             self.leave()
         tokens = max(new_tokens, min(coming, self._next) if coming > 0 else self._next)
         for layer in layers:
-            layer.take_room(tokens)
+            layer.allocate_append_buffer(tokens)
         self._tails, self._free = [layer.store.tail for layer in layers], tokens - new_tokens
         if self._setup.quantize is None:
             self._next *= 2
@@ -100,5 +100,5 @@ class Room:
         """Release the append buffers: cut each to its used slots, and let its layer grow."""
         for layer, tail in zip(self._prompt_state.layers, self._tails, strict=False):
             if layer.store.tail is tail:
-                layer.leave_room()
+                layer.release_append_buffer()
         self._free = 0

@@ -107,7 +107,7 @@ def encoded(
     """
     prompt_state = cache.prompt_state
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
-    tensors |= prompt_state.read_ids.up_to(prompt_state.seen_tokens).state()
+    tensors |= prompt_state.read_ids.truncate(prompt_state.seen_tokens).state()
     notes = {
         "model": dict(model),
         "policy": cache.policy.as_saved(),

@@ -12,7 +12,6 @@ from torch import Tensor
 from snapkv.ops import (
     BlockLayout,
     Codes,
-    ScoreOptions,
     TailInputs,
     coded_attention,
     encode_all,
@@ -100,15 +99,7 @@ class CodedStates:
     def index_bytes(self) -> int:
         return self.layout.nbytes
 
-    def attend(
-        self,
-        queries: Tensor,
-        tail: Pair,
-        score_options: ScoreOptions,
-        own_visible: Tensor | None = None,
-        tail_tokens: Tensor | None = None,
-    ) -> Tensor:
-        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
+    def attend(self, inputs: TailInputs) -> Tensor:
         return coded_attention(inputs, *self.codes, self.layout)
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.ops import RaggedLayout, ScoreOptions, TailInputs, ragged_attention
+from snapkv.ops import RaggedLayout, TailInputs, ragged_attention
 from snapkv.storage.tail import Pair
 
 Counts = tuple[tuple[int, ...], ...]
@@ -195,22 +195,12 @@ class RaggedStates:
         """The number of bytes of the tensors that describe the layout."""
         return self.layout.held_bytes
 
-    def attend(
-        self,
-        queries: Tensor,
-        tail: Pair,
-        score_options: ScoreOptions,
-        own_visible: Tensor | None = None,
-        tail_tokens: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: TailInputs) -> Tensor:
         """Compute the attention of the queries to these states and to the tail.
-
-        The arguments are the fields of `snapkv.ops.TailInputs`.
 
         Returns:
             (B, Hq, Q, Dv).
         """
-        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
         return ragged_attention(inputs, self.keys, self.values, self.layout)
 
 
