@@ -1,4 +1,4 @@
-"""The text of bytes: which encoding they are in, and which bytes are no text."""
+"""Decode the bytes of a file: find their encoding, and refuse bytes that are not text."""
 
 import codecs
 import re
@@ -40,17 +40,18 @@ _SHIFTED = {
 
 
 def decode(name: str, data: bytes) -> str:
-    """Return the text of `data`, with line ends of Unix.
+    """Decode the content of a text file, and turn its line ends into those of Unix.
 
     The encoding is the one that a byte order mark, an XML declaration, a `<meta>` tag or an escape
-    sequence announces, and UTF-8 without any of them.
+    sequence announces. Without any of them it is UTF-8.
 
     Args:
         name: the name of the file, for error messages.
         data: the content of the file.
 
     Raises:
-        DocumentError: `data` is binary, in another encoding, or in one that Python does not know.
+        DocumentError: `data` is binary or is not in that encoding, or Python does not know the
+            encoding.
     """
     if is_binary(data):
         raise not_text(name, data)
@@ -75,17 +76,17 @@ def decode(name: str, data: bytes) -> str:
 
 
 def is_binary(data: bytes) -> bool:
-    """Return whether `data` is neither text in an encoding of Unicode nor a PDF."""
+    """Return whether `data` contains zero bytes, and is neither a PDF nor text in UTF-16."""
     return not data.startswith(b"%PDF-") and b"\0" in data and not _unicode_encoding(data)
 
 
 def refused(problem: str, remedy: str) -> SnapKVError:
-    """Build the error for a file that cannot be read, as `wrong` does."""
+    """Build the `DocumentError` for a file that cannot be read, as `wrong` does."""
     return wrong("file", problem, remedy, DocumentError)
 
 
 def not_text(name: str, data: bytes) -> SnapKVError:
-    """Build the error for a file that is not text, which says what it is if that is known."""
+    """Build the `DocumentError` for a file that is not text; it names the kind of the file."""
     kind = kind_of(data) or FileKind("binary data")
     remedy = kind.remedy.format(shlex.quote(name)) or (
         "Pass text, Markdown, source code, HTML, PDF or an Office document, or export it as PDF"
@@ -94,6 +95,7 @@ def not_text(name: str, data: bytes) -> SnapKVError:
 
 
 def _declared_encoding(data: bytes) -> str:
+    """Return the encoding that a text declares in its markup or by escape sequences, or UTF-8."""
     begun = data[:1024].lstrip()
     if begun[:1] == b"<" and (found := _DECLARED.search(begun)):
         return (found[1] or found[2]).decode("ascii", "replace")
@@ -101,7 +103,13 @@ def _declared_encoding(data: bytes) -> str:
 
 
 def _unicode_encoding(data: bytes) -> str | None:
-    """Return the encoding of a byte order mark, or UTF-16 for Latin letters without a mark."""
+    """Return the encoding of Unicode that a byte order mark announces.
+
+    Without a mark, a text is UTF-16 if most of every second byte are zero.
+
+    Returns:
+        The encoding by Python's name; None if it is none of these.
+    """
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if data.startswith(mark):
             return encoding

@@ -3,9 +3,11 @@
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from snapkv.errors import DocumentError, wrong
+from snapkv_app.answering import MOST_CHARACTERS_PER_TOKEN
 from snapkv_app.library.records import Span, Text, lines_of, passages
 from snapkv_app.library.searching import ranked
 
@@ -26,62 +28,113 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Excerpts:
-    """The best passages of documents, in the order of the text."""
+    """The best passages of documents, in the order of the text, or the whole documents."""
 
-    documents: list[Text]  # with the text of those passages alone
-    read: int
-    of: int
-    places: list[Place]
+    documents: Sequence[Text]  # with the text of those passages alone
+    tokens: int
+    read: int = 0
+    of: int = 0
+    places: Sequence[Place] = ()  # empty for whole documents
 
 
-def best_passages(
-    documents: Sequence[Text], question: str, fits: Callable[[Sequence[Text]], bool]
-) -> Excerpts:
-    """Select the passages of 200 words that match a question best by BM25, as many as fit.
+class PassageChoice:
+    """Chooses what to read of documents: all, or the passages of 200 words that match a question.
 
     Args:
         documents: the documents.
         question: the question.
-        fits: returns whether there is room for the documents that it gets. It is called with at
-            most twice as much text as there is room for, however long the documents are. One
-            passage is selected in any case.
+        count_tokens: counts the tokens to read for the documents that it gets. It is called with at
+            most twice as much text as there is room for, however long the documents are.
 
-    Raises:
-        DocumentError: no passage has a word of the question.
+    Attributes:
+        chosen: the results of `choose`.
     """
-    found = [
-        (place, span)
-        for place, document in enumerate(documents)
-        for span in passages(document.text)
-    ]
-    texts = [documents[place].text[slice(*span)] for place, span in found]
-    best = [found[place] for place in ranked(texts, question)]
-    if not best:
+
+    def __init__(
+        self,
+        documents: Sequence[Text],
+        question: str,
+        count_tokens: Callable[[Sequence[Text]], int],
+    ) -> None:
+        self._documents, self._question, self._count = documents, question, count_tokens
+        self.chosen: list[Excerpts] = []
+
+    def choose(self, most: int) -> Excerpts:
+        """Choose at most `most` tokens of the documents, but one passage in any case.
+
+        Raises:
+            DocumentError: the documents have more tokens, and no word of the question.
+        """
+        if (tokens := self._counted(self._documents, most)) is not None:
+            self.chosen.append(Excerpts(documents=self._documents, tokens=tokens))
+        else:
+            self.chosen.append(self._best(most))
+        return self.chosen[-1]
+
+    def _best(self, most_tokens: int) -> Excerpts:
+        """Choose the best passages by BM25, as many as fit."""
+
+        def is_too_much(number: int) -> bool:
+            return self._counted(self._texts(_joined(best[:number])), most_tokens) is None
+
+        best = self._ranked
+        most = 1
+        while most < len(best) and not is_too_much(most):
+            most *= 2
+        numbers = range(1, min(most, len(best)) + 1)
+        read = max(1, bisect.bisect_left(numbers, True, key=is_too_much))
+        parts = _joined(best[:read])
+        documents = self._texts(parts)
+        return Excerpts(
+            documents=documents,
+            tokens=self._count(documents),
+            read=read,
+            of=len(self._parts),
+            places=[
+                Place(
+                    document=self._documents[place].name,
+                    lines=lines_of(self._documents[place].text, span),
+                )
+                for place, span in parts
+            ],
+        )
+
+    def _counted(self, read: Sequence[Text], most: int) -> int | None:
+        """Return the number of tokens, or None for more than `most`."""
+        if sum(len(each.text) for each in read) > MOST_CHARACTERS_PER_TOKEN * most:
+            return None  # a text that is far too long is not tokenized
+        tokens = self._count(read)
+        return tokens if tokens <= most else None
+
+    @cached_property
+    def _parts(self) -> list[Part]:
+        return [
+            (place, span)
+            for place, document in enumerate(self._documents)
+            for span in passages(document.text)
+        ]
+
+    @cached_property
+    def _ranked(self) -> list[Part]:
+        """The passages with a word of the question, the best first."""
+        texts = [self._documents[place].text[slice(*span)] for place, span in self._parts]
+        if best := ranked(texts, self._question):
+            return [self._parts[place] for place in best]
         raise wrong(
             "question",
-            f"no word of {question!r} occurs in the documents",
+            f"no word of {self._question!r} occurs in the documents",
             "Use other words",
             DocumentError,
         )
 
-    def is_too_much(number: int) -> bool:
-        return not fits(_texts(documents, _joined(best[:number])))
-
-    most = 1
-    while most < len(best) and not is_too_much(most):
-        most *= 2
-    numbers = range(1, min(most, len(best)) + 1)
-    read = max(1, bisect.bisect_left(numbers, True, key=is_too_much))
-    parts = _joined(best[:read])
-    return Excerpts(
-        documents=_texts(documents, parts),
-        read=read,
-        of=len(found),
-        places=[
-            Place(document=documents[place].name, lines=lines_of(documents[place].text, span))
-            for place, span in parts
-        ],
-    )
+    def _texts(self, parts: Iterable[Part]) -> list[Text]:
+        """Return the documents that have parts, reduced to these."""
+        found = []
+        for place, own in groupby(parts, key=lambda part: part[0]):
+            document = self._documents[place]
+            texts = (document.text[start:stop] for _, (start, stop) in own)
+            found.append(replace(document, text=OMITTED.join(texts)))
+        return found
 
 
 def _joined(chosen: Iterable[Part]) -> list[Part]:
@@ -94,13 +147,3 @@ def _joined(chosen: Iterable[Part]) -> list[Part]:
         else:
             parts.append((place, (start, stop)))
     return parts
-
-
-def _texts(documents: Sequence[Text], parts: Iterable[Part]) -> list[Text]:
-    """Return the documents that have parts, reduced to these."""
-    found = []
-    for place, own in groupby(parts, key=lambda part: part[0]):
-        document = documents[place]
-        texts = (document.text[start:stop] for _, (start, stop) in own)
-        found.append(replace(document, text=OMITTED.join(texts)))
-    return found

@@ -1,25 +1,29 @@
-"""Report how far a model has read a text, while it reads."""
+"""Measure how fast a model reads, report how far it has read a text, and stop it in time."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from snapkv.errors import UnsupportedModelError
+from snapkv.hf.placement import device_of
 from snapkv.prefill.decoder import decoder_layers
 
 TokenSink = Callable[[int, int], None]
-"""Called with the tokens that are read, and those of the text."""
+"""Called with the number of tokens that have been read, and the number of tokens of the text."""
 
 
 @contextlib.contextmanager
 def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
-    """Call `on_tokens` after every layer within this block, with how far a text is read.
+    """Call `on_tokens` with the progress of reading a text, after every layer within this block.
 
-    A text counts as read in proportion to the layers that have read it. Steps of one token are not
-    reported, and nothing is if the model's layers cannot be found.
+    The number of tokens that have been read grows in proportion to the layers that have read the
+    text. Decode steps of one token are not reported. Nothing is reported if the layers of the model
+    cannot be found.
     """
     try:
         layers = decoder_layers(model)
@@ -40,3 +44,60 @@ def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
             hook.of_texts_only = True  # type: ignore[attr-defined] # so that steps are recorded
             hooked.callback(layer.register_forward_hook(hook).remove)
         yield
+
+
+class TimeTooShortError(Exception):
+    """The time for a text is too short, which is no error of the user.
+
+    Attributes:
+        needed: the seconds that reading the text would take.
+        left: the seconds that there were for it.
+    """
+
+    def __init__(self, *, needed: float, left: float) -> None:
+        self.needed, self.left = needed, left
+
+
+@contextlib.contextmanager
+def reading_until(model: Any, end: float) -> Iterator[None]:
+    """Stop reading within this block as soon as it is clear that it would last longer.
+
+    After each layer, the time of all layers is estimated. The first text in the block counts alone,
+    which is the prompt. Nothing is stopped if the model's layers cannot be found.
+
+    Args:
+        model: the model that reads.
+        end: the time at which the text must be read, as `perf_counter` gives it.
+
+    Raises:
+        TimeTooShortError: the text would be read later than at `end`.
+    """
+    begin, is_read = perf_counter(), False
+
+    def check(tokens: int, of_tokens: int) -> None:
+        nonlocal is_read
+        needed = (perf_counter() - begin) * of_tokens / max(tokens, 1)
+        if not is_read and needed > end - begin:
+            raise TimeTooShortError(needed=needed, left=end - begin)
+        is_read = is_read or tokens == of_tokens
+
+    with telling_of_reading(model, check):
+        yield
+
+
+_SPEED_TOKENS = 64
+"""The number of tokens that are read to measure the speed."""
+
+
+def reading_speed(model: Any) -> float:
+    """Measure how many tokens the model reads in a second.
+
+    The second of two passes is measured, since the first one also loads the weights.
+    """
+    ids = torch.zeros(1, _SPEED_TOKENS, dtype=torch.int64, device=device_of(model))
+    with torch.inference_mode():
+        for _ in range(2):
+            begin = perf_counter()
+            model(ids, use_cache=False).logits.sum().item()  # waits for the device
+            seconds = perf_counter() - begin
+    return _SPEED_TOKENS / seconds

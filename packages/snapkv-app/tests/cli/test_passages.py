@@ -7,6 +7,10 @@ import shlex
 
 import pytest
 
+from snapkv.prefill.decoder import decoder_layers
+from tests.cli.conftest import given
+from tests.lab.evaluate.tiny import tiny_loaded
+
 FACT = "The key of the boathouse hangs behind the red door."
 QUESTION = ("-q", "Where does the key of the boathouse hang?")
 START = ("--answer-start", "The key of the boathouse hangs behind the")
@@ -25,6 +29,42 @@ def long(here):
     return "log.txt"
 
 
+class Machine:
+    """A clock that moves while a model reads, and stands still otherwise.
+
+    `speed` returns how many tokens the model reads in a second at a time of the clock.
+    """
+
+    def __init__(self, model, monkeypatch):
+        self.now, self.speed, self._layers = 0.0, lambda now: 1e9, decoder_layers(model)
+        self._hooks = [layer.register_forward_hook(self._tick) for layer in self._layers]
+        for module in ("snapkv_app.reading", "snapkv_app.cli.sources"):
+            monkeypatch.setattr(f"{module}.perf_counter", lambda: self.now)
+
+    def _tick(self, module, arguments, output):
+        states = output[0] if isinstance(output, tuple) else output
+        self.now += states.shape[1] / self.speed(self.now) / len(self._layers)
+
+    def close(self):
+        for hook in self._hooks:
+            hook.remove()
+
+
+@pytest.fixture
+def deep(demo, monkeypatch):
+    """A model of 2,048 positions, with so many layers that the clock is looked at often."""
+    loaded = tiny_loaded(demo.tokenizer, positions=2048, layers=8)
+    given(monkeypatch, loaded)
+    return loaded
+
+
+@pytest.fixture
+def machine(deep, monkeypatch):
+    found = Machine(deep.model, monkeypatch)
+    yield found
+    found.close()
+
+
 def test_too_long_text_is_refused_with_a_command_that_answers(snapkv, refused, tiny_only, long):
     asked = ("ask", long, *QUESTION, "--max-new-tokens", 2)
     said = refused(*asked)
@@ -37,13 +77,85 @@ def test_too_long_text_is_refused_with_a_command_that_answers(snapkv, refused, t
     assert "read 1 of 18 passages: lines 191-210\n" in done.err
 
 
-def test_fewer_tokens_are_suggested_for_a_slow_model(snapkv, refused, tiny_only, long, monkeypatch):
-    monkeypatch.setattr("snapkv_app.cli.changes._reading_speed", lambda loaded: 20.0)
+@pytest.mark.parametrize(
+    ("speed", "told", "limit"),
+    [(20.01, "600 tokens in about 30 s", "600"), (4, "512 tokens in about 128 s", "512,256s")],
+)
+def test_fewer_tokens_are_suggested_for_a_slow_model(
+    snapkv, refused, long, machine, speed, told, limit
+):
+    machine.speed = lambda now: speed
     said = refused("ask", long, *QUESTION, "--max-new-tokens", 2)
-    assert "600 tokens in about 30 s, run: snapkv ask" in said
-    monkeypatch.setattr("snapkv_app.cli.changes._reading_speed", lambda loaded: 4.0)
-    said = refused("ask", long, *QUESTION, "--max-new-tokens", 2)
-    assert "512 tokens in about 128 s, run: snapkv ask" in said
+    assert f"{told}, run: snapkv ask" in said
+    assert said.endswith(f"--passages {limit}\n")
+    done = snapkv(*shlex.split(said.rpartition(", run: ")[2])[1:])
+    assert done.status == 0
+    assert "s were enough for" not in done.err
+
+
+SLOW = {  # tokens in a second, by the time
+    "slow from the beginning": ("snapkv", lambda now: 20),
+    "slower than measured": ("snapkv", lambda now: 80 if now < 1.7 else 18),
+    "two readings": ("kvzip", lambda now: 60),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_passages_are_read_within_the_time(snapkv, here, machine, case):
+    lines = lines_of_filler(240, "keys")
+    (here / "log.txt").write_text("\n".join([*lines[:200], FACT, *lines[200:]]))
+    policy, machine.speed = SLOW[case]
+    asked = ("ask", "log.txt", *QUESTION, "--policy", policy, "--max-new-tokens", 1)
+    done = snapkv(*asked, "--passages", "2k", "--json")
+    assert done.status == 0, done.err
+    found, (run,) = json.loads(done.out)["passages"], json.loads(done.out)["runs"]
+    assert machine.now < 7 + 60  # measuring the speed comes before
+    assert 1 <= found["read"] < found["fitting"] == 7
+    assert any(first <= 201 <= last for first, last in (each["lines"] for each in found["places"]))
+    machine.now = 0.0
+    said = snapkv(*asked, "--passages", "2k").err
+    assert f"60 s were enough for {run['prompt_tokens']:,} of 1," in said
+    machine.now, (command,) = 0.0, re.findall(r"to read all of them: snapkv (.*)", said)
+    done = snapkv(*shlex.split(command), "--json")
+    assert json.loads(done.out)["passages"]["read"] == found["fitting"]
+
+
+def test_text_that_fits_is_not_read_in_full_without_the_time(snapkv, here, machine):
+    (here / "log.txt").write_text("\n".join(lines_of_filler(45, "keys")))
+    asked = ("ask", "log.txt", "-q", "Which keys?", "--max-new-tokens", 1, "--json")
+    assert json.loads(snapkv(*asked, "--passages", "1k").out)["passages"] is None
+    machine.speed = lambda now: 10
+    found = json.loads(snapkv(*asked, "--passages", "1k").out)["passages"]
+    assert found["read"] < found["fitting"] == found["of"]
+
+
+def test_passage_that_is_too_long_for_the_time_is_refused(snapkv, refused, long, machine):
+    machine.speed = lambda now: 2
+    asked = ("ask", long, *QUESTION, "--max-new-tokens", 1, "--passages")
+    tokens, needed, limit = re.search(
+        r"passages: reading one passage, (\d+) tokens, takes about (\d+) s here, and 60 of 60 s "
+        r"are left\. Pass --passages (\S+), or choose a smaller model",
+        refused(*asked, "2k"),
+    ).groups()
+    assert int(needed) == pytest.approx(int(tokens) / 2, abs=1)
+    assert machine.now < 64 + 60
+    assert snapkv(*asked, limit).status == 0
+
+
+def test_answer_is_not_stopped_with_the_reading(snapkv, long, machine):
+    machine.speed = lambda now: 30 if now < 14 else 1
+    asked = ("ask", long, *QUESTION, "--max-new-tokens", 60, "--prompt-lookup", 4, "--json")
+    done = snapkv(*asked, "--passages", "512,25s")
+    assert done.status == 0, done.err
+    assert machine.now > 25
+
+
+@pytest.mark.parametrize(
+    "limit", ["4k,", "4k,90", "4k,0s", "4k,-3s", "4k,1.5s", "4k,9s,9s", "4k,9999999s"]
+)
+def test_time_that_is_no_number_of_seconds_is_refused(refused, nothing_is_loaded, long, limit):
+    message = refused("ask", long, *QUESTION, "--passages", limit)
+    assert "passages: expected tokens, or tokens and seconds such as 4k,90s, got" in message
 
 
 def test_passages_that_fit_are_read_in_the_order_of_the_text(snapkv, tiny_only, here):
@@ -115,7 +227,7 @@ def test_chat_and_inspect_suggest_ask_with_passages(snapkv, tiny_only, long, mon
     assert snapkv(*answers[1:], "--max-new-tokens", 1).status == 0
 
 
-@pytest.mark.parametrize("command", ["ask", "ask --passages 1k", "inspect", "chat"])
+@pytest.mark.parametrize("command", ["ask --passages 1k", "chat"])
 def test_tokenized_characters_are_limited_by_the_model(
     snapkv, tiny_only, tiny, here, monkeypatch, command
 ):
@@ -139,12 +251,16 @@ def test_tokenized_characters_are_limited_by_the_model(
     assert len(counted) < 20
 
 
-@pytest.mark.parametrize("word", ["crates", pytest.param("keys", marks=pytest.mark.slow)])
-def test_demo_model_finds_a_fact_in_three_times_its_positions(snapkv, demo_only, demo, here, word):
+@pytest.mark.parametrize(
+    ("word", "tokens"), [("crates", "1k"), pytest.param("keys", "8k", marks=pytest.mark.slow)]
+)
+def test_demo_model_finds_a_fact_in_three_times_its_positions(
+    snapkv, demo_only, demo, here, word, tokens
+):
     lines = lines_of_filler(1600, word)
     lines[1300] = FACT
     (here / "log.txt").write_text("\n".join(lines))
     assert len(demo.tokenizer("\n".join(lines)).input_ids) > 3 * demo.max_tokens
-    done = snapkv("ask", "log.txt", *QUESTION, *START, "--max-new-tokens", 4, "--passages", "8k")
+    done = snapkv("ask", "log.txt", *QUESTION, *START, "--max-new-tokens", 4, "--passages", tokens)
     assert done.status == 0, done.err
     assert "behind the red door" in done.out

@@ -1,20 +1,19 @@
 """Suggest how to change a command whose answer differs from the answer of the full cache."""
 
+import math
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-
 from snapkv.errors import PromptTooLongError
-from snapkv.hf.placement import device_of
 from snapkv_app.answering import Answer, prompt_ids
+from snapkv_app.cli.amounts import ReadingLimit
 from snapkv_app.cli.methods import accepted
 from snapkv_app.cli.options import OWN_FLAGS, RunOptions
 from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
+from snapkv_app.reading import reading_speed
 from snapkv_app.settings import GenerationSettings
 
 Change = Mapping[str, Any]
@@ -105,23 +104,20 @@ def explained_length(
         most_tokens = _tokens_for_passages(loaded, question, settings) if typed else 0
         if most_tokens <= 0:
             raise
-        tokens_per_second = _reading_speed(loaded)
-        tokens = min(most_tokens, max(_FEWEST_TOKENS, int(_SECONDS * tokens_per_second)))
-        command = changed_command(typed, {"passages": tokens})
+        tokens_per_second = reading_speed(loaded.model)
+        half_time = ReadingLimit.DEFAULT_SECONDS / 2  # the answer takes time, too
+        tokens = min(most_tokens, max(FEWEST_TOKENS, int(half_time * tokens_per_second)))
+        seconds = tokens / tokens_per_second
+        most_seconds = max(ReadingLimit.DEFAULT_SECONDS, math.ceil(2 * seconds))
+        command = changed_command(typed, {"passages": ReadingLimit(tokens, most_seconds)})
         raise PromptTooLongError(
             f"{str(error).rstrip('.')}. To read the passages that match the question best, "
-            f"{tokens:,} tokens in about {tokens / tokens_per_second:.0f} s, run: {command}"
+            f"{tokens:,} tokens in about {seconds:.0f} s, run: {command}"
         ) from error
 
 
-_SECONDS = 30
-"""Seconds in which the suggested tokens are read, so that an answer takes about a minute."""
-
-_FEWEST_TOKENS = 512
+FEWEST_TOKENS = 512
 """The smallest number of tokens to suggest, about two passages, however slow the model is."""
-
-_SPEED_TOKENS = 64
-"""The number of tokens that are read to measure the speed."""
 
 
 def _tokens_for_passages(loaded: LoadedModel, question: str, settings: GenerationSettings) -> int:
@@ -133,20 +129,6 @@ def _tokens_for_passages(loaded: LoadedModel, question: str, settings: Generatio
         prompt_ids(loaded, question_prompt(loaded.tokenizer, "", question), settings)
         return (loaded.max_tokens or 0) - settings.max_new_tokens
     return 0
-
-
-def _reading_speed(loaded: LoadedModel) -> float:
-    """Measure how many tokens the model reads in a second.
-
-    The second of two passes is measured, since the first one also loads the weights.
-    """
-    ids = torch.zeros(1, _SPEED_TOKENS, dtype=torch.int64, device=device_of(loaded.model))
-    with torch.inference_mode():
-        for _ in range(2):
-            begin = time.perf_counter()
-            loaded.model(ids, use_cache=False).logits.sum().item()  # waits for the device
-            seconds = time.perf_counter() - begin
-    return _SPEED_TOKENS / seconds
 
 
 def _without(words: Sequence[str], change: Change) -> Iterator[str]:

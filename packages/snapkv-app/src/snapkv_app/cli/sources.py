@@ -1,11 +1,11 @@
 """The sources that `ask` and `generate` answer from: a text, files, or a library."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from time import perf_counter
 from typing import Any, ClassVar
 
 from snapkv.errors import wrong
@@ -16,16 +16,10 @@ from snapkv.policies.default import method_name
 from snapkv.storage.bits import Bits
 from snapkv.validation import DEFAULT, DEFAULT_RECOMPUTE
 from snapkv_app import draft_methods, text_files
-from snapkv_app.answering import (
-    MOST_CHARACTERS_PER_TOKEN,
-    Answer,
-    TextSink,
-    answer,
-    answer_ids,
-    require_positions,
-)
+from snapkv_app.answering import Answer, TextSink, answer, answer_ids, require_positions
+from snapkv_app.cli.amounts import ReadingLimit
 from snapkv_app.cli.announcing import announce, announce_model
-from snapkv_app.cli.changes import Change, explained_length
+from snapkv_app.cli.changes import FEWEST_TOKENS, Change, changed_command, explained_length
 from snapkv_app.cli.library import like
 from snapkv_app.cli.loading import load_model, load_other, reading_progress
 from snapkv_app.cli.options import DRAFTS, AskOptions, RunOptions
@@ -36,13 +30,17 @@ from snapkv_app.library.library import Library
 from snapkv_app.library.records import Text
 from snapkv_app.library.searching import Hit
 from snapkv_app.models import LoadedModel
-from snapkv_app.passages import Excerpts, best_passages
+from snapkv_app.passages import Excerpts, PassageChoice
 from snapkv_app.prompts import Prompt, chat_prompt, question_prompt, text_prompt
 from snapkv_app.protection import Protection
+from snapkv_app.reading import TimeTooShortError, reading_speed, reading_until
 from snapkv_app.settings import GenerationSettings
 
 _MOST_PLACES = 12
 """The number of passages that the line below an answer names; `--json` has all."""
+
+_MOST_OF_TIME = 0.8
+"""The part of the time that is planned, since a long text takes longer per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +109,10 @@ class PromptSource(Source):
     protection: Protection
     drafts: DraftMethod | None
 
-    @cached_property
+    @property
+    @abstractmethod
     def prompt(self) -> Prompt:
         """The prompt that the model reads."""
-        return self._make_prompt()
-
-    @abstractmethod
-    def _make_prompt(self) -> Prompt: ...
 
     def _answer(self, on_text: TextSink | None) -> Answer:
         return self._read(
@@ -174,7 +169,9 @@ class TextSource(PromptSource):
     text: str
     is_chat: bool
 
-    def _make_prompt(self) -> Prompt:
+    @cached_property
+    def prompt(self) -> Prompt:
+        """The files, then the text."""
         text = "\n\n".join(filter(None, [text_files.join(self.documents), self.text]))
         make = chat_prompt if self.is_chat else text_prompt
         return make(self.loaded.tokenizer, text, answer_start=self.options.answer_start)
@@ -193,21 +190,63 @@ class FilesSource(PromptSource):
     options: AskOptions
     question: str
 
+    @property
+    def prompt(self) -> Prompt:
+        """The documents, or the passages that were chosen last, then the question."""
+        whole = self.options.passages is None
+        return self._prompt_about(self.documents if whole else self._choice.chosen[-1].documents)
+
     @cached_property
-    def excerpts(self) -> Excerpts | None:
-        """The passages that are read, or None if the documents are read in full."""
-        if self.options.passages is None or self._fits(self.documents):
-            return None
-        announce("looking for the passages that match the question best")
-        found = best_passages(self.documents, self.question, self._fits)
-        tokens = len(self._prompt_of(found.documents).encoded(self.loaded.tokenizer)[0])
-        announce(f"reading {tokens:,} tokens, {found.read:,} of {found.of:,} passages")
-        return found
+    def _choice(self) -> PassageChoice:
+        """What is read: first what fits into the tokens, then what fits into the time as well."""
+        limit = self.options.passages
+        new_tokens, positions = self.options.max_new_tokens, self.loaded.max_tokens
+        most = limit.tokens if positions is None else min(limit.tokens, positions - new_tokens)
+        choice = PassageChoice(self.documents, self.question, self._count_tokens)
+        announce("choosing what to read")
+        if choice.choose(most).tokens > FEWEST_TOKENS:
+            in_time = int(reading_speed(self.loaded.model) * limit.seconds / self._readings)
+            if choice.chosen[-1].tokens > in_time:
+                choice.choose(in_time)
+        _announce_reading(choice.chosen[-1], limit)
+        return choice
 
-    def _make_prompt(self) -> Prompt:
-        return self._prompt_of(self.excerpts.documents if self.excerpts else self.documents)
+    @property
+    def _readings(self) -> int:
+        """How much longer reading takes than one pass; KVzip's second pass takes twice as long."""
+        return 3 if self.policy.needs_reconstruction_pass else 1
 
-    def _prompt_of(self, read: Sequence[Text]) -> Prompt:
+    def _answer(self, on_text: TextSink | None) -> Answer:
+        if self.options.passages is None:
+            return super()._answer(on_text)
+        end = perf_counter() + self.options.passages.seconds / self._readings
+        while True:
+            try:
+                with reading_until(self.loaded.model, end):
+                    return super()._answer(on_text)
+            except TimeTooShortError as error:
+                self._choose_fewer(error.needed, error.left)
+
+    def _choose_fewer(self, needed: float, left: float) -> None:
+        """Choose what the model reads in the seconds that are `left`, instead of those `needed`.
+
+        Raises:
+            InvalidArgumentError: one passage is too long for the time.
+        """
+        tokens, limit = self._choice.chosen[-1].tokens, self.options.passages
+        fewer = self._choice.choose(int(_MOST_OF_TIME * tokens * left / needed))
+        if fewer.tokens == tokens:
+            needed, left = self._readings * needed, self._readings * max(left, 0)
+            longer = limit.longer(needed / limit.seconds)
+            raise wrong(
+                "passages",
+                f"reading one passage, {tokens:,} tokens, takes about {needed:,.0f} s here, and "
+                f"{left:,.0f} of {limit.seconds:,} s are left",
+                f"Pass --passages {longer}, or choose a smaller model",
+            )
+        _announce_reading(fewer, limit)
+
+    def _prompt_about(self, read: Sequence[Text]) -> Prompt:
         prompt = question_prompt(
             self.loaded.tokenizer,
             text_files.join(read),
@@ -216,24 +255,31 @@ class FilesSource(PromptSource):
         )
         return prompt.hiding_question() if self.policy.needs_reconstruction_pass else prompt
 
-    def _fits(self, read: Sequence[Text]) -> bool:
-        """Return whether `read` has at most ``--passages`` tokens and the model has positions."""
-        requested = self.options.passages or 0
-        most = min(requested, self.loaded.max_tokens or requested)
-        if sum(len(each.text) for each in read) > MOST_CHARACTERS_PER_TOKEN * most:
-            return False  # a text that is far too long is not tokenized
-        tokens = len(self._prompt_of(read).encoded(self.loaded.tokenizer)[0])
-        return tokens <= most and self.loaded.has_positions(tokens + self.options.max_new_tokens)
+    def _count_tokens(self, read: Sequence[Text]) -> int:
+        return len(self._prompt_about(read).encoded(self.loaded.tokenizer)[0])
 
     def request(self) -> dict[str, Any]:
         """Return the documents, warnings about them, the question and the passages."""
-        found = asdict(self.excerpts) if self.excerpts else None
-        passages = found and {name: found[name] for name in ("read", "of", "places")}
-        return super().request() | {"question": self.question, "passages": passages}
+        about = super().request() | {"question": self.question, "passages": None}
+        if found := self._excerpts:
+            places = [asdict(place) for place in found.places]
+            about["passages"] = {"read": found.read, "of": found.of, "places": places}
+            about["passages"]["fitting"] = self._choice.chosen[0].read or found.of
+        return about
+
+    @property
+    def _excerpts(self) -> Excerpts | None:
+        """The passages that were read, or None if the documents were read in full."""
+        if self.options.passages is None or not self._choice.chosen[-1].places:
+            return None
+        return self._choice.chosen[-1]
 
     def cited(self) -> list[str]:
-        """Return a line on how many passages were read, and their lines in the documents."""
-        if not (found := self.excerpts):
+        """Return a line on how many passages were read, and their lines in the documents.
+
+        Another line says if the time was too short for all that fit into the tokens to read.
+        """
+        if not (found := self._excerpts):
             return []
         shown, places = [], found.places[:_MOST_PLACES]
         for name, own in groupby(places, key=lambda place: place.document):
@@ -242,12 +288,25 @@ class FilesSource(PromptSource):
             shown.append(f"lines {lines}" if is_of_one else f"{name}, lines {lines}")
         if more := len(found.places) - len(places):
             shown.append(f"and {more:,} more places")
-        return [f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"]
+        cited = [f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"]
+        fitting, limit = self._choice.chosen[0], self.options.passages
+        if found.tokens < fitting.tokens:
+            change = {"passages": limit.longer(fitting.tokens / found.tokens)}
+            cited.append(
+                f"{limit.seconds:,} s were enough for {found.tokens:,} of {fitting.tokens:,} "
+                f"tokens; to read all of them: {changed_command(self.typed, change)}"
+            )
+        return cited
 
     def _read(self, policy: Policy, settings: GenerationSettings, **ways: Any) -> Answer:
         typed = self.typed if self.options.passages is None else []
         with explained_length(self.loaded, self.question, self.settings, typed):
             return super()._read(policy, settings, **ways)
+
+
+def _announce_reading(read: Excerpts, limit: ReadingLimit) -> None:
+    passages = f", {read.read:,} of {read.of:,} passages" if read.places else ""
+    announce(f"reading {read.tokens:,} tokens{passages}, in at most {limit.seconds:,} s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +334,7 @@ class LibrarySource(Source):
         return quantize, why
 
     def _answer(self, on_text: TextSink | None) -> Answer:
-        start = time.perf_counter()
+        start = perf_counter()
         given = self.library.inputs(
             *self._inputs,
             **self._answer_start,
@@ -283,7 +342,7 @@ class LibrarySource(Source):
             recompute=self.recompute,
             quantize=self.bits[0],
         )
-        before_ms = self.search_ms + 1000 * (time.perf_counter() - start)
+        before_ms = self.search_ms + 1000 * (perf_counter() - start)
         inputs = given["input_ids"], given["past_key_values"]
         found, _ = answer_ids(
             self.loaded, *inputs, self.settings, **self._answer_start, on_text=on_text

@@ -27,14 +27,14 @@ TIMES = ("token_ms", "first_token_ms")
 
 
 def tiny_loaded(
-    tokenizer: Any, positions: int = 512, family: str = "llama", **changed: Any
+    tokenizer: Any, positions: int = 512, family: str = "llama", layers: int = 2, **changed: Any
 ) -> LoadedModel:
     """Return the model, whose answers are noise but always the same."""
     torch.manual_seed(0)
     config = tiny_config(
         family,
         vocab_size=len(tokenizer),
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         **changed,

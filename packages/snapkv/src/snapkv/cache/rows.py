@@ -46,7 +46,12 @@ class RowRecord:
         return self._map_tensors(lambda tensor, axes: _drop_first(tensor, axes["slot_axis"], slots))
 
     def cropped(self, tokens: int, slots: int) -> Self:
-        """Return the record without the last `tokens` tokens, which leaves `slots` slots."""
+        """Return a copy of the record without the last `tokens` tokens.
+
+        Args:
+            tokens: how many entries are cut off fields with one entry per token.
+            slots: how many entries are left in fields with one entry per slot.
+        """
 
         def crop(tensor: Tensor, axes: dict[str, Any]) -> Tensor:
             if axes["slot_axis"] is not None:
@@ -60,7 +65,7 @@ class RowRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors in the fields that are declared as counted."""
+        """The bytes of all tensors, except those of fields with `is_counted=False`."""
         return sum(value.nbytes for value, axes in self._declared().values() if axes["is_counted"])
 
     @property

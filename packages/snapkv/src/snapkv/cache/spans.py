@@ -255,7 +255,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
 
 
 def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
-    """Return which slots hold a token outside the spans of its row.
+    """Return which slots hold a token that is in none of the spans of its row.
 
     Returns:
         (B, H, S) bool.

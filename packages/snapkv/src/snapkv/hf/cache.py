@@ -828,6 +828,11 @@ class CompressedCache(Cache):
     # Copies.
 
     def __reduce__(self) -> NoReturn:
+        """Raise an error, because a cache is saved with `save` and cannot be pickled.
+
+        Raises:
+            InvalidTypeError: always.
+        """
         raise wrong(
             "cache",
             f"a {type(self).__name__} cannot be pickled",
@@ -883,6 +888,11 @@ def _branch(layer: Any) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
 def _refuse_compiled() -> NoReturn:
+    """Raise the error for a model that was compiled with `torch.compile`.
+
+    Raises:
+        UnsupportedModelError: always.
+    """
     raise wrong(
         "model",
         "a model that torch.compile has compiled cannot use a CompressedCache, because compiled "

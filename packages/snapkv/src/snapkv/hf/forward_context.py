@@ -229,7 +229,11 @@ def step(*, is_recording: bool = False) -> Iterator[None]:
 
 
 def leave(prompt_state: PromptState) -> bool:
-    """Forget the context that an update of this cache has left; return whether there was one."""
+    """Forget the context that an update of this cache has left for its attention.
+
+    Returns:
+        Whether there was one.
+    """
     context = current.context
     left = context is not None and context.forward_pass.prompt_state is prompt_state
     if left:
@@ -283,7 +287,11 @@ def enter_padding(watch: PaddingTracker) -> None:
 
 
 def take_padding() -> PaddingTracker | None:
-    """Return and forget the padding tracker left for the next mask; None if its cache is gone."""
+    """Return the padding tracker that was left for the next mask, and forget it.
+
+    Returns:
+        The tracker, or None if none was left or its cache has been deleted.
+    """
     padding, current.padding = current.padding, None
     return None if padding is None else padding()
 

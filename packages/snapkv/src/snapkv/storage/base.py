@@ -1,4 +1,4 @@
-"""The stores of the keys and values of one layer: what heads kept of a prompt, and a tail.
+"""The stores of one layer's keys and values: the tokens that heads kept of a prompt, and a tail.
 
     KV head 0    t5  t9  t11 t12 | t13 t14 t15  .   .    kept: 4 tokens    tail: 3, room for two
     KV head 1            t8  t12 | t13 t14 t15  .   .    kept: 2 tokens
@@ -13,7 +13,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from snapkv.storage.coded import CodedStates, block_bytes
 from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.tail import Pair, Tail
-
-if TYPE_CHECKING:
-    from snapkv.storage.ragged_store import RaggedStore
 
 
 class TokenStore(ABC):
@@ -57,17 +54,17 @@ class TokenStore(ABC):
 
     @property
     def keys(self) -> Any:
-        """The keys of the tail, as attention gets them.
+        """The keys of the tail in the form in which attention receives them.
 
-        Shape: (B, H, S, D); None while the store is empty.
+        Their shape is (B, H, S, D); None while the store is empty.
         """
         return self.tail.keys
 
     @property
     def values(self) -> Any:
-        """The values of the tail, as attention gets them.
+        """The values of the tail in the form in which attention receives them.
 
-        Shape: (B, H, S, Dv); None while the store is empty.
+        Their shape is (B, H, S, Dv); None while the store is empty.
         """
         return self.tail.values
 
@@ -152,7 +149,9 @@ class TokenStore(ABC):
         """
 
     @abstractmethod
-    def as_ragged(self, padding: Tensor | None, tokens: int) -> "RaggedStore":
+    def as_ragged(
+        self, padding: Tensor | None, tokens: int
+    ) -> Any:  # `ragged_store` imports this file
         """Return a ragged store whose heads hold the first tokens, and whose tail holds the others.
 
         Args:
@@ -160,7 +159,8 @@ class TokenStore(ABC):
             tokens: how many slots belong to the heads. A ragged store keeps its own number.
 
         Returns:
-            A new store, or `self` if it is ragged.
+            A new `RaggedStore`, or `self` if it is ragged. The type cannot be named here, because
+            `ragged_store` imports this file.
         """
 
     def truncate(self, tokens: int) -> "TokenStore":
@@ -238,7 +238,7 @@ class TokenStore(ABC):
         return self
 
     def leave_room(self) -> None:
-        """Copy the written tokens into a tail that grows again, and free the unused room."""
+        """Copy the written tokens into a tail that can grow, and free the fixed buffer."""
         self.tail = Tail(*(part.clone() for part in self.tail.written))
         self.has_room = False
 

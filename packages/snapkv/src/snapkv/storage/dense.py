@@ -85,7 +85,7 @@ class DenseStore(TokenStore):
         keys, values = self.tail.written
         if padding is None:
             return RaggedStore(
-                states=RaggedStates.whole(keys[:, :, :tokens], values[:, :, :tokens]),
+                states=RaggedStates.from_dense(keys[:, :, :tokens], values[:, :, :tokens]),
                 keys=keys[:, :, tokens:].clone(),  # a view would keep all keys in memory
                 values=values[:, :, tokens:].clone(),
                 num_kv_heads=self.num_kv_heads,

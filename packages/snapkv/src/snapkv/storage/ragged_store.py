@@ -78,7 +78,7 @@ class RaggedStore(TokenStore):
     def absorb_tail(self) -> None:
         """Append the tokens of the tail to the heads, so that the tail is empty."""
         slots, heads = self.slots, self.heads()
-        tail = RaggedStates.whole(*self.tail.written)
+        tail = RaggedStates.from_dense(*self.tail.written)
         self.ragged = replace(heads.joined(tail), least_slots=slots)
         self._hold(lambda states: states[..., :0, :].clone())
 
