@@ -51,8 +51,9 @@ class CompressedLayer(DynamicLayer):
     """A cache layer that stores the keys and values of the kept tokens, in ascending positions.
 
     The layer reports the number of tokens that it has seen, although it stores only some of them.
-    The sliding-window layers of transformers do the same, so positions and masks are right. The
-    policy decides which tokens to keep, and `snapkv.hf.attention` decides when to ask the policy.
+    The sliding-window layers of transformers do the same, so transformers computes the right
+    positions and masks. The policy decides which tokens to keep, and `snapkv.hf.attention` decides
+    when the policy selects.
 
     Attributes:
         codes: the quantized form of what is kept of a prompt; None to store it unchanged.
@@ -121,7 +122,8 @@ class CompressedLayer(DynamicLayer):
             **kwargs: ignored.
 
         Returns:
-            The keys and the values to attend to.
+            The (B, H', S, D) keys and (B, H', S, Dv) values that attention is passed. If heads
+            hold different numbers of tokens, only those of the tail; see `TokenStore`.
         """
         # The policy chooses from exact keys and values, so quantized ones become dense again.
         may_choose = self.slots.kept is None or self.chooses_again
@@ -133,13 +135,19 @@ class CompressedLayer(DynamicLayer):
         return self.store.append(key_states, value_states, coming or 0, in_place=not evicts)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen, evicted ones included: positions continue from it."""
+        """Return the number of tokens seen, evicted ones included.
+
+        transformers counts the positions of new tokens from this number.
+        """
         return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many columns the attention mask has, and the number of its first column.
 
         The stored slots are treated as the last columns of the full mask.
+
+        Args:
+            query_length: how many tokens the next forward pass reads.
         """
         if self.offloaded.is_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
@@ -147,15 +155,19 @@ class CompressedLayer(DynamicLayer):
         return store.tail.columns(query_length), self.slots.count_seen(store.unmasked_slots)
 
     def reset(self) -> None:
+        """Remove all tokens and everything that the layer remembers about them."""
         self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
         self._seen_tokens, self.queries.held = 0, None
         self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select batch rows in a new order; a row may be left out or repeated.
+        """Replace the batch rows by the rows `beam_idx`, in that order.
+
+        Does nothing if the layer is empty.
 
         Args:
-            beam_idx: (new B,) integers, the old row for every new one.
+            beam_idx: (new B,) integers, the old row for every new one. A row may be left out or
+                repeated.
         """
         if not self.store.is_filled:
             return
@@ -204,7 +216,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def seen_tokens(self) -> int:
-        """Number of tokens seen, evicted and dropped ones included.
+        """The number of tokens that the layer has seen, evicted and dropped ones included.
 
         It is an int, or a tensor while the device counts the tokens of recorded steps.
         """
@@ -212,12 +224,15 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def columns(self) -> int:
-        """Number of columns: the tokens seen, with padding and without what every row dropped."""
+        """The number of columns: all tokens seen, padding included, but not the dropped tokens.
+
+        If the rows have dropped different numbers of tokens, the smallest number is left out.
+        """
         return self.slots.count_columns(self.store.slots)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the stored keys and values, second copies included, measured on the tensors."""
+        """The bytes of the stored keys and values, including the copies of rotated sinks."""
         sinks = self.state.sink_keys
         return self.store.held_bytes + (0 if sinks is None else sinks.nbytes)
 
@@ -227,7 +242,13 @@ class CompressedLayer(DynamicLayer):
         return {}
 
     def stored_columns(self) -> Tensor:
-        """Return the column of the token in every slot: (B, H, S) int64, negative for no token."""
+        """Return the column of the token in every slot.
+
+        The layer must not be empty.
+
+        Returns:
+            (B, H, S) int64, negative for an empty slot.
+        """
         columns = self.slots.columns(self.store.slots, self.keys.device)
         return columns.expand(*self.keys.shape[:2], -1)
 
@@ -288,13 +309,18 @@ class CompressedLayer(DynamicLayer):
     def end_prompt(
         self, prompt: PromptLayer, selection: Selection | None = None, **lost: Tensor
     ) -> None:
-        """Record that the prompt has been read, and evict what was not selected.
+        """Record that the prompt has been read, and evict the tokens that were not selected.
 
         Args:
             prompt: the prompt's states in this layer. In a later turn, these are all tokens seen so
                 far or, without recall, all stored tokens.
             selection: what to keep; None to evict nothing now.
             **lost: the lost votes, as fields of `LayerState`.
+
+        Raises:
+            InvalidArgumentError: the selection moves attention sinks, and the heads hold different
+                numbers of tokens.
+            OutOfMemoryError: there is no room for the offloaded tokens.
         """
         slots = self.slots
         self.queries.end_prompt(prompt.queries)
@@ -310,6 +336,8 @@ class CompressedLayer(DynamicLayer):
         A layer with recall offloads all tokens of the prompt first.
 
         Raises:
+            InvalidArgumentError: the selection moves attention sinks, and the heads hold different
+                numbers of tokens.
             OutOfMemoryError: there is no room for the offloaded tokens.
         """
         tokens, kept = selection.prompt_tokens, selection.keep_indices
@@ -361,13 +389,19 @@ class CompressedLayer(DynamicLayer):
     # Memory for the decode steps of one `generate`, which may be replayed without Python.
 
     def allocate_append_buffer(self, tokens: int) -> None:
-        """Allocate an append buffer of fixed address and size for the next `tokens` tokens."""
+        """Allocate an append buffer of fixed address and size for the next `tokens` tokens.
+
+        Until `release_append_buffer`, new tokens are written into this buffer.
+        """
         self.store = self.store.with_room(tokens, self.slots.leading_padding)
         self.slots = self.slots.without_padding()
         self.queries.own()
 
     def release_append_buffer(self) -> None:
-        """Replace the fixed append buffer by one that grows. Does nothing if there is none."""
+        """Replace the fixed append buffer by one that grows.
+
+        Does nothing if there is no fixed buffer.
+        """
         if not self.store.has_room:
             return
         self.store.leave_room()
@@ -378,7 +412,7 @@ class CompressedLayer(DynamicLayer):
         self.store.finalize_step()
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
-        """Replace the stored tokens, and count the tokens that have been seen again.
+        """Replace the stored tokens and their slots, and update the number of tokens seen.
 
         Args:
             store: the new keys and values.
@@ -389,7 +423,7 @@ class CompressedLayer(DynamicLayer):
 
 
 def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
-    """Return the scores of the kept slots of every head.
+    """Look up the scores of the slots that each head keeps.
 
     Args:
         scores: (B, `heads` or 1, S) float32, the score of every slot.

@@ -29,12 +29,12 @@ _MOST_BYTES = 128 << 20
 
 
 class LayerGroup:
-    """Consecutive layers that have read the prompt and will choose together.
+    """Consecutive layers that have read the prompt and will select their tokens together.
 
     Attributes:
         layers: the layers, in order.
-        prompts: what each of them has read.
-        check_votes: checks the votes of the group before it chooses; None for no check.
+        prompts: the states of the prompt in each layer.
+        check_votes: checks the votes of the group before it selects; None for no check.
         is_full: whether no further layer may join.
         reaches_last: whether the model's last layer is in the group.
     """
@@ -58,13 +58,13 @@ class LayerGroup:
         output: Tensor | None = None,
         check_votes: "Callable[[LayerGroup], None] | None" = None,
     ) -> bool:
-        """Add a layer, unless it does not follow the others or has tensors of other shapes.
+        """Add a layer to the group if it follows the last one and its tensors have the same shapes.
 
         Args:
             layer: the layer, which holds the whole prompt.
             prompt: the prompt's states in this layer.
             output: (B, Hq, Dv), the model's attention output of the prompt's last token.
-            check_votes: checks the votes of the group before it chooses.
+            check_votes: checks the votes of the group before it selects.
 
         Returns:
             Whether the layer was added. An empty group takes any layer.
@@ -95,7 +95,10 @@ class LayerGroup:
 
     @property
     def outputs(self) -> Tensor:
-        """The attention outputs of the last token of the prompt, as (layers * B, Hq, Dv)."""
+        """The attention outputs of all layers for the last token of the prompt.
+
+        Shape: (layers * B, Hq, Dv).
+        """
         outputs = self._outputs
         return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs).detach()
 
@@ -105,6 +108,11 @@ class LayerGroup:
         Args:
             policy: the policy of all layers.
             is_final: as for `Chooser.offer`.
+
+        Raises:
+            InvalidArgumentError: the policy does not work with this prompt, or a number cannot be
+                quantized.
+            OutOfMemoryError: there is no room for the offloaded tokens.
         """
         with ops.scoring(self.stack.keys):
             selection = checks.select(policy, self.stack, [one.layer_idx for one in self.prompts])
@@ -123,7 +131,10 @@ class LayerGroup:
     def _lost_votes(self, policy: Policy, selection: Selection | None) -> list[dict[str, Tensor]]:
         """Return the votes that each layer loses, as arguments for `CompressedLayer.end_prompt`.
 
-        They are empty if nothing is evicted, or if tokens were evicted before.
+        Returns:
+            One dictionary for each layer, with `lost_mass` and `lost_peak`, both (B, H) float32. It
+            is empty if nothing is evicted, if tokens were evicted before, or if the policy has no
+            votes.
         """
         nothing: list[dict[str, Tensor]] = [{}] * len(self.layers)
         if selection is None or self.layers[0].slots.kept is not None:
@@ -137,7 +148,7 @@ class LayerGroup:
 
 
 def most_bytes(device: torch.device) -> int:
-    """Return how many bytes a group of layers may hold on `device`."""
+    """Return how many bytes of keys and values a group of layers may hold on `device`."""
     return MOST_BYTES.get(device.type, _MOST_BYTES)
 
 
@@ -175,6 +186,6 @@ def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes |
 
 
 def _stack_key(layer: CompressedLayer) -> tuple[Any, ...]:
-    """Return what layers must have in common to be quantized together."""
+    """Return the device, dtype and head sizes, which layers that are quantized together share."""
     keys, values = layer.keys, layer.values
     return keys.device, keys.dtype, keys.shape[-1], values.shape[-1]

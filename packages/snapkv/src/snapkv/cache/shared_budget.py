@@ -34,10 +34,13 @@ from snapkv.storage.ragged import Counts
 
 
 class _Entries(NamedTuple):
-    """M entries: (M,) float32 scores, (M,) int32 columns, and votes.
+    """The scores, the columns and the votes of M entries.
 
-    `votes` are (2, M) float32, the window's votes and what `VotesAtStake.faded_shares`
-    makes of them; (0, M) for a policy without votes.
+    Attributes:
+        scores: (M,) float32.
+        columns: (M,) int32.
+        votes: (2, M) float32, the votes of the window, and their `VotesAtStake.faded_shares`;
+            (0, M) for a policy without votes.
     """
 
     scores: Tensor
@@ -46,7 +49,7 @@ class _Entries(NamedTuple):
 
 
 class SharedBudget:
-    """The entries that the layers hold of a prompt while it is read, and when they are evicted.
+    """Keeps a list of all entries that the layers hold of a prompt, and evicts the worst of them.
 
     Args:
         policy: the policy of all layers, which scores the entries.
@@ -169,7 +172,15 @@ class SharedBudget:
         self._evict_unlisted(places, [0, *ends[:-1]])
 
     def _best(self, scores: Tensor, budgets: Sequence[int]) -> Tensor:
-        """Return (M,) bool: which entries are among the best of their batch row."""
+        """Return a mask of the entries that are among the best of their batch row.
+
+        Args:
+            scores: (M,) float32, the scores of all entries.
+            budgets: for each batch row, how many entries it keeps.
+
+        Returns:
+            (M,) bool.
+        """
         sizes, rows = [sum(row) for counts in self._counts for row in counts], len(budgets)
         pieces, best = torch.split(scores, sizes), []
         for row, budget in enumerate(budgets):
@@ -178,7 +189,7 @@ class SharedBudget:
         return torch.cat(list(itertools.chain(*zip(*best, strict=True))))
 
     def _head_sizes(self) -> list[int]:
-        """Return how many entries each head holds: by layer, batch row and head."""
+        """Return the number of entries in each head, ordered by layer, batch row and head."""
         return list(itertools.chain(*itertools.chain(*self._counts)))
 
     def _add_lost(self, lost: Tensor, sizes: Sequence[int]) -> None:
@@ -197,7 +208,7 @@ class SharedBudget:
         self._lost_peaks = peaks.scatter_reduce(0, head, lost[1], "amax")
 
     def _evict_unlisted(self, places: Tensor, starts: Sequence[int]) -> None:
-        """Evict what is no longer listed from the stores of the layers.
+        """Remove the tokens that are no longer listed as entries from the stores of the layers.
 
         Args:
             places: (M,) int64, where each listed entry was listed before.
@@ -216,9 +227,12 @@ class SharedBudget:
                 _keep_columns(layer, counts, columns)
 
     def _columns(self) -> Iterator[Tensor]:
-        """Yield (B, H, K) int32 for each layer: the columns of its entries, after a run of -1.
+        """Yield the columns of the entries of each layer.
 
         All layers share one block of memory, which takes few operations to fill.
+
+        Yields:
+            (B, H, K) int32 for each layer, ascending after a run of -1.
         """
         shapes = [(len(counts), len(counts[0]), max(map(max, counts))) for counts in self._counts]
         sizes = self._head_sizes()
@@ -232,7 +246,11 @@ class SharedBudget:
         return map(Tensor.view, torch.split(block, list(map(math.prod, shapes))), shapes)
 
     def _finish(self, prompt_tokens: int) -> None:
-        """Quantize what is kept, if the layers are to do so, and tell each which votes it lost."""
+        """Quantize the kept tokens if the layers do so, and store in each layer its lost votes.
+
+        Raises:
+            InvalidArgumentError: a number cannot be quantized.
+        """
         kept = ((layer, layer.slots.kept_slots(prompt_tokens)) for layer in self._layers)
         quantize_slots(kept, self._layers[0].codes)
         if not len(self._lost_sums):  # every entry is kept, or the policy has no votes
@@ -251,7 +269,7 @@ class SharedBudget:
 
 
 def _keep_rows(layer: CompressedLayer, rows: Tensor, counts: Counts, columns: Tensor) -> None:
-    """Keep different tokens in every head of a prompt; with recall, offload all tokens first.
+    """Keep some tokens of each head, and evict the others. With recall, offload all tokens first.
 
     Args:
         layer: the layer, which changes in place.
@@ -271,7 +289,7 @@ def _keep_rows(layer: CompressedLayer, rows: Tensor, counts: Counts, columns: Te
 
 
 def _keep_columns(layer: CompressedLayer, counts: Counts, columns: Tensor) -> None:
-    """Evict all tokens of a layer with one KV head but those in some columns.
+    """Keep the tokens in some columns of a layer with a single KV head, and evict the others.
 
     Such a layer stays dense, with padding in batch rows that keep fewer than K tokens.
 

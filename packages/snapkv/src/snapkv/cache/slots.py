@@ -55,12 +55,15 @@ class SlotMap(RowRecord):
 
     @functools.cached_property
     def chosen_slots(self) -> int:
-        """Number of slots that hold the tokens selected from a prompt, empty slots included."""
+        """The number of slots for the tokens that were selected from a prompt, empty ones too."""
         return 0 if self.kept is None else self.kept.shape[-1]
 
     @functools.cached_property
     def evicted_tokens(self) -> int:
-        """Number of columns without a slot, if all heads and rows have the same number of slots."""
+        """The number of columns that were selected from, minus the number of `chosen_slots`.
+
+        This is how many tokens a head has evicted if it has neither padding nor empty slots.
+        """
         return self.start - self.chosen_slots
 
     @functools.cached_property
@@ -86,12 +89,15 @@ class SlotMap(RowRecord):
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """Number of leading slots of each row that hold no token: (B,) int64, or None for none."""
+        """The number of leading slots in each row that hold no token.
+
+        Shape: (B,) int64; None if there are none.
+        """
         return self.pads if self.kept is None else self.padding_slots
 
     @functools.cached_property
     def hidden_slots(self) -> Tensor | None:
-        """The `leading_padding`, or None if it is zero in every row."""
+        """The `leading_padding`, (B,) int64, or None if it is zero in every row."""
         # Reading the tensor waits for the device, so the result is cached.
         padding = self.leading_padding
         return padding if padding is not None and bool(padding.any()) else None
@@ -100,6 +106,10 @@ class SlotMap(RowRecord):
 
     def columns(self, slots: int, device: torch.device) -> Tensor:
         """Return the column of the token in each of `slots` slots.
+
+        Args:
+            slots: how many slots the layer has, S.
+            device: the device of the result.
 
         Returns:
             (B, H, S) int64 on `device`, negative for an empty slot. If nothing has been evicted,
@@ -148,7 +158,7 @@ class SlotMap(RowRecord):
         return ranks + _sum_up_to(ranks, after, sums)
 
     def visible_columns(self, columns: int, rows: int, device: torch.device) -> Tensor:
-        """Return which of the first `columns` columns are tokens and not padding.
+        """Return a mask of the first `columns` columns that hides padding.
 
         Returns:
             (rows, columns) bool on `device`. Tokens that are yet to be read count as tokens, and
@@ -160,9 +170,12 @@ class SlotMap(RowRecord):
         return torch.arange(columns, device=device) >= first
 
     def rows_without_evictions(self) -> Tensor:
-        """Return a mask of the rows that still hold all their tokens in every head: (B,) bool.
+        """Return a mask of the rows that still hold all their tokens in every head.
 
         The layer must have evicted tokens.
+
+        Returns:
+            (B,) bool.
         """
         assert self.kept is not None
         columns = torch.arange(self.evicted_tokens, self.start, device=self.kept.device)
@@ -171,7 +184,7 @@ class SlotMap(RowRecord):
         return is_held.flatten(1).all(dim=1) & (pads >= self.evicted_tokens)
 
     def count_unbroken_tail(self, slots: int) -> int:
-        """Count the last tokens that every head of every row stores without a gap.
+        """Return how many of the last tokens are stored by every head of every row without a gap.
 
         The layer must have evicted tokens. One stored token is not counted, because a crop must
         leave a token in front of the tokens that it removes.
@@ -188,10 +201,13 @@ class SlotMap(RowRecord):
         return int(whole.minimum(held - 1).min())
 
     def evicted_by_row(self) -> Tensor:
-        """Return how many tokens each row has evicted, padding not counted: (B,) int64.
+        """Count the tokens that each row has evicted. Padding is not counted.
 
         The layer must have evicted tokens, and all heads of a row must hold the same number of
         them.
+
+        Returns:
+            (B,) int64.
         """
         assert self.kept is not None
         dropped = torch.full(self.kept.shape[:1], self.evicted_tokens, device=self.kept.device)
@@ -216,7 +232,7 @@ class SlotMap(RowRecord):
         return replace(self, kept=None, start=0, padding_slots=None)
 
     def without_padding(self) -> Self:
-        """Return the map of a ragged store, whose heads hold no padding."""
+        """Return the map in which padding slots are marked as empty, as a ragged store needs it."""
         if self.padding_slots is None or self.kept is None:
             return self
         slots = torch.arange(self.chosen_slots, device=self.kept.device)
@@ -224,7 +240,12 @@ class SlotMap(RowRecord):
         return replace(self, kept=self.kept.masked_fill(is_padding, -1), padding_slots=None)
 
     def cropped(self, tokens: int, slots: int) -> Self:
-        """Return the map without the last `tokens` tokens, which leaves `slots` slots."""
+        """Return the map after the last `tokens` tokens were removed.
+
+        Args:
+            tokens: how many tokens were removed.
+            slots: how many slots are left.
+        """
         seen, columns = self.count_seen(slots), self.count_columns(slots)
         if columns and slots >= self.chosen_slots and self.chosen_at <= seen:
             return self
@@ -259,7 +280,7 @@ class SlotMap(RowRecord):
         )
 
     def removed_spans_of(self, rows: int) -> list[Spans]:
-        """Return the spans that the user has dropped from each of `rows` rows."""
+        """Return the spans that the user has dropped, for each of `rows` rows."""
         if self.removed_spans is None:
             return [Spans(())] * rows
         return [
@@ -385,7 +406,7 @@ class LayerState(RowRecord):
 
 
 def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:
-    """Look up the sum that belongs to the last of the `begins` at or before each place.
+    """Look up a sum for each place: the one of the last entry in `begins` that is not after it.
 
     Args:
         places: (B, H, S) integers.
@@ -393,14 +414,18 @@ def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:
         sums: (B, N) integers, one for each of the `begins`.
 
     Returns:
-        (B, H, S), 0 for a place before the first of the `begins`.
+        (B, H, S) integers, 0 for a place before the first entry of `begins`.
     """
     reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous(), right=True)
     return torch.nn.functional.pad(sums, (1, 0)).gather(1, reached).view_as(places)
 
 
 def _padded(spans: Sequence[Spans]) -> Tensor:
-    """Return the spans of all rows as a (B, N, 2) int64 tensor, with empty spans in front."""
+    """Convert the spans of all rows into one tensor, with empty spans in front of shorter rows.
+
+    Returns:
+        (B, N, 2) int64 on the CPU, where N is the largest number of spans in a row.
+    """
     most = max(len(each.parts) for each in spans)
     rows = [((0, 0),) * (most - len(each.parts)) + each.parts for each in spans]
     return torch.tensor(rows, dtype=torch.int64).view(len(spans), most, 2)

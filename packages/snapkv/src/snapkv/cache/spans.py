@@ -20,7 +20,10 @@ RowSpans = Iterable[Span] | Sequence[Iterable[Span]]
 
 
 def row_tokens(layer: CompressedLayer) -> list[int]:
-    """Count the tokens that each row has seen, dropped ones included and pads left out."""
+    """Count the tokens that each row of a layer has seen.
+
+    Dropped tokens count, and padding does not.
+    """
     return layer.slots.row_tokens(len(layer.keys), layer.store.slots)
 
 
@@ -30,6 +33,9 @@ def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
     Args:
         given: one list of spans for all rows, or one list for each row.
         tokens: how many tokens each row has seen.
+
+    Returns:
+        The spans of each row, in ascending order.
 
     Raises:
         InvalidArgumentError: a span is reversed or reaches beyond the tokens of its row, or the
@@ -82,7 +88,7 @@ def require_between_turns(prompt_state: PromptState) -> None:
 
 
 def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
-    """Raise if dropping the spans of each row would have other effects.
+    """Raise if the spans of each row cannot be dropped as they are.
 
     Raises:
         InvalidArgumentError: a span is protected, a row would have no tokens left, or the rows
@@ -103,10 +109,13 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
 
 
 def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
-    """Raise if the heads of a layer would differ in length while later turns select from them.
+    """Raise if the heads of a layer would store different numbers of tokens after the drop.
+
+    Later turns cannot select from such heads. A cache that never selects again, or that restores
+    its offloaded tokens first, is not checked.
 
     Raises:
-        InvalidArgumentError: they would.
+        InvalidArgumentError: the heads of a layer would store different numbers of tokens.
     """
     if not layers[0].chooses_again or layers[0].offloaded.is_enabled:
         return
@@ -124,9 +133,16 @@ def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[S
 def drop_spans(layers: Sequence[CompressedLayer], spans: Sequence[Spans]) -> None:
     """Drop the spans of each row from all layers and from the tokens that these have offloaded.
 
-    The caller must have checked the spans. If a layer had evicted only tokens that are dropped now,
-    it becomes a layer that has evicted nothing. If the policy selects for all layers at once, this
-    happens to all layers or to none.
+    Changes the layers in place. The caller must have checked the spans. If a layer had evicted only
+    tokens that are dropped now, it becomes a layer that has evicted nothing. If the policy selects
+    for all layers at once, this happens to all layers or to none.
+
+    Args:
+        layers: all compressed layers of a cache.
+        spans: the positions that each row drops.
+
+    Raises:
+        OutOfMemoryError: the system has no memory for the offloaded tokens that remain.
     """
     for layer in layers:
         _drop(layer, spans)
@@ -137,6 +153,7 @@ def drop_spans(layers: Sequence[CompressedLayer], spans: Sequence[Spans]) -> Non
 
 
 def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
+    """Remove the spans of each row from one layer, in place, and from its offloaded tokens."""
     slots, stays, offloaded = layer.slots, _slots_without(layer, spans), layer.offloaded
     every = torch.arange(layer.columns, device=stays.device).expand(len(spans), 1, -1)
     positions = slots.positions_of(every)
@@ -164,7 +181,7 @@ def _is_whole_again(layer: CompressedLayer) -> bool:
 
 
 def _make_whole(layer: CompressedLayer) -> None:
-    """Store the tokens of a layer that holds all columns as if nothing had been evicted."""
+    """Turn a layer that holds all columns into one that has evicted nothing, in place."""
     store = layer.store
     if layer.slots.kept is None:
         return
@@ -176,7 +193,7 @@ def _make_whole(layer: CompressedLayer) -> None:
 def protected_slots(
     layer: CompressedLayer, spans: Spans, slots: int, pads: Tensor | None
 ) -> Tensor:
-    """Return which of the first `slots` slots hold tokens in protected spans.
+    """Return a mask of the first `slots` slots that marks the tokens in protected spans.
 
     Args:
         layer: the layer that is about to select.
@@ -195,7 +212,7 @@ def protected_slots(
 
 
 def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: Any) -> PromptLayer:
-    """Build a `PromptLayer` without data, from which a policy can tell how much it would keep.
+    """Build a `PromptLayer` without data, with which a policy can compute how much it would keep.
 
     Args:
         positions: (T,) integers, the positions of the prompt's tokens.
@@ -220,7 +237,7 @@ def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
     """Raise if a row would drop protected tokens.
 
     Raises:
-        InvalidArgumentError: it would.
+        InvalidArgumentError: a span to drop overlaps a protected span.
     """
     for own in rows:
         if both := own.overlap(protect or Spans(())).parts:
@@ -235,7 +252,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
     """Raise if the rows would lose different numbers of the queries that vote with the next turn.
 
     Raises:
-        InvalidArgumentError: they would.
+        InvalidArgumentError: the numbers differ.
     """
     held = layer.queries.last
     if held is None or len(rows) == 1:
@@ -255,7 +272,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
 
 
 def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
-    """Return which slots hold a token that is in none of the spans of its row.
+    """Return a mask of the slots whose token is in none of the spans of its row.
 
     Returns:
         (B, H, S) bool.
@@ -265,5 +282,13 @@ def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
 
 
 def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
-    """Return which (B, H, S) positions are in a span of their row: (B, H, S) bool."""
+    """Return a mask of the positions that are in a span of their row.
+
+    Args:
+        spans: the spans of each row.
+        positions: (B, H, S) integers.
+
+    Returns:
+        (B, H, S) bool.
+    """
     return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])

@@ -61,7 +61,7 @@ class AppendBuffers:
 
     @property
     def _coming(self) -> int:
-        """The most tokens that can still come; 0 or less if that is not known."""
+        """The largest number of tokens that may still be generated; 0 or less if it is unknown."""
         return 0 if self._last is None else self._last - self._prompt_state.seen_tokens
 
     @property

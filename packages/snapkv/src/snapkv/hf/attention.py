@@ -102,7 +102,7 @@ def _make_mask(
             compressed prompt.
     """
     watch = forward_context.take_padding()
-    # A model that adds to the causal mask, for instance for images, does not allow skipping it.
+    # A model that adds to the causal mask, for example for images, does not allow skipping it.
     may_be_bidirectional = not options.get("allow_is_causal_skip", True)
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
@@ -117,7 +117,7 @@ def _make_mask(
 def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
     """Raise if the mask is not causal although the cache has already evicted tokens.
 
-    The tokens of an image, for instance, can attend to each other in both directions.
+    For example, the tokens of an image may attend to each other in both directions.
 
     Raises:
         UnsupportedModelError: a layer has evicted tokens, and `mask` is not causal for the last
@@ -342,13 +342,17 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
 def _evict(
     call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
 ) -> None:
-    """Let a policy that evicts during decoding select tokens, and evict the others in place.
+    """Evict the tokens that the policy does not keep after a decode step or a later turn.
 
     Args:
         call: the attention call that has just run.
-        layer: the layer to change.
+        layer: the layer, which changes in place.
         policy: the policy of the layer.
-        new_tokens: how many tokens were read since the policy was last asked.
+        new_tokens: how many tokens were read since the policy last selected.
+
+    Raises:
+        InvalidArgumentError: the policy moves attention sinks, and the heads hold different numbers
+            of tokens.
     """
     absorb_tail(layer)
     store, slots, state = layer.store, layer.slots, layer.state
@@ -498,7 +502,7 @@ def _require_cache_was_used(call: AttentionCall) -> None:
 
 
 def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None:
-    """Return the error of a call that cannot be compressed correctly, or None.
+    """Return the error of an attention call that cannot be compressed correctly, or None.
 
     It is a CacheMismatchError if the cache belongs to another model, otherwise an
     UnsupportedModelError.
@@ -575,6 +579,7 @@ def _without_weights() -> SnapKVError:
 
 
 def _requests_weights(call: AttentionCall) -> bool:
+    """Return whether attention weights are requested by the call or by the model's config."""
     config = getattr(call.module, "config", None)
     return bool(call.options.get("output_attentions", getattr(config, "output_attentions", False)))
 

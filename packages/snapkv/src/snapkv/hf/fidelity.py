@@ -81,14 +81,19 @@ class Doubt:
 
 
 class VoteCheck:
-    """Compares the votes of one cache with its model's attention, and collects open results."""
+    """Compares the votes in one cache with the attention of its model.
+
+    Attributes:
+        doubts: the comparisons of this forward pass whose results have not been read yet.
+        unasked: the checks that policies have deferred; see `PromptLayer`.
+    """
 
     def __init__(self) -> None:
-        self.doubts: list[Doubt] = []  # comparisons of this forward pass that are not judged yet
-        self.unasked: DeferredChecks = []  # checks that policies have deferred, see `PromptLayer`
+        self.doubts: list[Doubt] = []
+        self.unasked: DeferredChecks = []
 
     def close(self) -> None:
-        """Judge all open comparisons and checks after the last layer of a forward pass.
+        """Read the results of all comparisons and checks after the last layer of a forward pass.
 
         Raises:
             UnsupportedModelError: the votes of a layer do not agree with the model's attention.

@@ -78,7 +78,7 @@ class Installation:
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
-        """Wrap the attention and the methods of the model, in place, as far as they are not yet.
+        """Wrap the attention and the methods of the model in place, unless this is done already.
 
         Raises:
             UnsupportedModelError: the attention of the model cannot be wrapped. The model is
@@ -218,7 +218,10 @@ def _decodes_through_interface(model: PreTrainedModel) -> bool:
 
 
 def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return all configs that set the attention of the text decoder; submodels may have copies."""
+    """Return all configs that set the attention of the text decoder.
+
+    There may be several, because submodels may have copies of the config.
+    """
     text = model.config.get_text_config(decoder=True)
     waiting = [text, model.config]
     waiting += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -340,7 +343,7 @@ def install(model: PreTrainedModel) -> Installed:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Remove the wrappers from a model at once, and undo every `install` of it.
+    """Remove the wrappers from a model at once, and undo every call of `install` for it.
 
     It also works for a copy of a model that had caches when it was copied. Existing caches raise an
     error if they read further tokens, until another cache of the model is made or `install` is

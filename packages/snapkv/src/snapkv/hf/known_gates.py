@@ -99,5 +99,5 @@ def remember_gate(gate: Gate) -> Path:
 
 
 def gates_folder() -> Path:
-    """Return the folder in which `remember_gate` stores gates."""
+    """Return the folder for the files of fitted gates."""
     return cache_folder() / "gates"

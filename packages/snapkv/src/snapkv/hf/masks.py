@@ -145,14 +145,14 @@ def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
 
 
 def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
-    """Return whether the voting rows have another mask than a causal one with left padding.
+    """Check whether the mask of the last queries differs from a causal mask with left padding.
 
     Args:
         visible: (B, H or 1, rows, columns) bool, the mask of the last `rows` queries.
         pads: (B,) int64, the number of padding tokens in front of each row.
 
     Returns:
-        A scalar bool tensor, so that the GPU need not be waited for here.
+        A () bool tensor, True if the masks differ. It is not read here, which would wait for a GPU.
     """
     rows, columns = visible.shape[-2:]
     expected = ops.window_visibility(rows, columns, pads, device=visible.device)

@@ -119,7 +119,7 @@ def shares_latent(model: PreTrainedModel) -> bool:
 
 
 def has_images_positions(modules: Iterable[Any]) -> bool:
-    """Return whether the model has read an image, after which positions do not count tokens.
+    """Return whether the model has read an image that has shifted the positions of later tokens.
 
     This holds for models with three position axes (Qwen2-VL, section 2.1), which store the shift
     of the positions in `rope_deltas`.
@@ -155,6 +155,7 @@ def states_of(model: PreTrainedModel) -> States:
 
 @torch.no_grad()
 def _find_states(model: PreTrainedModel) -> States:
+    """Run the model on two tokens, fill its first recurrent state with NaN, and run it again."""
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     ids = torch.full((1, 2), config.vocab_size // 2, device=device_of(model))
@@ -167,7 +168,11 @@ def _find_states(model: PreTrainedModel) -> States:
 
 
 def _first_state(cache: DynamicCache) -> Tensor | None:
-    """Return the recurrent state of the first layer that has one; None if no layer has."""
+    """Return the recurrent state of the first layer that has one, in its own shape and dtype.
+
+    Returns:
+        The tensor itself and no copy; None if no layer has a recurrent state.
+    """
     held = (getattr(layer, "recurrent_states", None) or {} for layer in cache.layers)
     return next((state for each in held for state in each.values() if state is not None), None)
 
@@ -281,7 +286,7 @@ def _candidates(
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[Any]:
-    """Return the rotary modules of the text decoder; those of the whole model if it has none."""
+    """Return the rotary modules of the text decoder, or of the whole model if it has none."""
     # `get_decoder` of ModernBERT's decoder returns its head, which has no rotary module.
     for part in (model.get_decoder(), model):
         named = [each for each in part.modules() if type(each).__name__.endswith("RotaryEmbedding")]

@@ -96,7 +96,9 @@ def encoded(
     beside: Mapping[str, Tensor],
     codes: KVCodes | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors by name and the JSON header of the file of a cache.
+    """Convert a cache to the tensors, by name, and the JSON header of its file.
+
+    The tensors are those of the cache, not copies, unless they are quantized for the file.
 
     Args:
         cache: a `CompressedCache`.
@@ -104,6 +106,9 @@ def encoded(
         model: the identity of its model.
         beside: further tensors, by name.
         codes: the quantized form for keys and values that are not quantized yet, or None.
+
+    Raises:
+        InvalidArgumentError: a stored number is not finite, so it cannot be quantized.
     """
     prompt_state = cache.prompt_state
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
@@ -133,7 +138,7 @@ def read(
     recall_bytes: int | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """Read a cache and the further tensors from a file.
+    """Load a cache from a file, and the further tensors that were saved beside it.
 
     Args:
         kind: the class of the cache to make.

@@ -73,11 +73,11 @@ def encode_layer(
 def decode_layer(
     layer: Any, saved: dict[str, Any], tensors: dict[str, Tensor], device: torch.device
 ) -> None:
-    """Fill an empty layer with what `encode_layer` has returned.
+    """Fill an empty layer with the tokens and states that `encode_layer` has converted.
 
     Args:
         layer: the layer, which changes in place.
-        saved: what `encode_layer` returned.
+        saved: the JSON that `encode_layer` returned.
         tensors: the tensors of the file by name.
         device: where the layer's tensors are put. Offloaded tokens stay on the CPU.
 
@@ -119,10 +119,10 @@ def decode_layer(
 
 
 def _require_fitting(layer: CompressedLayer) -> None:
-    """Raise unless the parts of a layer have sizes that fit together.
+    """Raise if the keys, the values and the slots of a layer have sizes that do not fit together.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the sizes do not fit together.
     """
     store, slots = layer.store, layer.slots
     keys, values, kept = store.keys, store.values, slots.kept
