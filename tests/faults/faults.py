@@ -109,7 +109,7 @@ _SEEDED = r"""
 +layer.offloaded.is_due = False
 @ what lies off the device goes into a file as it came, where few bits were asked for |
   storage/test_coded.py
--parts["offloaded"] = state_in_codes(both, codes)
+-parts["offloaded"] = quantize_state(both, codes)
 +parts["offloaded"] = tuple(both.values())
 @ parts of a file that do not fit together fill a layer | cache/test_saving.py
 -    if not fits:
@@ -489,8 +489,8 @@ _SEEDED = r"""
 -behind := prompt_state.tokens_behind(tokens)
 +behind := 0 * prompt_state.tokens_behind(tokens)
 @ a method that decodes by itself loses its streamer | hf/test_install.py
--given |= {"streamer": modes[-1]} if streams else {}
-+given |= {}
+-arguments |= {"streamer": modes[-1]} if streams else {}
++arguments |= {}
 @ new ids alone pass for all of a text | hf/test_generate.py
 -kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
 +kwargs.get("inputs_embeds"))

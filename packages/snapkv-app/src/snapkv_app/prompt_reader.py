@@ -109,7 +109,7 @@ class PromptReader:
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
         return read(prefill=way)
 
-    def given(self) -> contextlib.AbstractContextManager[None]:
+    def reusing_prefill(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which the shared prefill replaces reading the prompt.
 
         It does nothing if every method reads the prompt by itself.

@@ -26,7 +26,7 @@ from snapkv.errors import (
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
-from snapkv.hf.model_parts import attention_modules, max_positions, noting_inputs
+from snapkv.hf.model_parts import attention_modules, max_positions, observing_inputs
 from snapkv.policies import KVzip, Policy, PromptLayer
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention
@@ -159,7 +159,7 @@ def read_layers(
         hooks.enter_context(hooked(_Repetition(observers)))
         for index, observer in enumerate(observers if scorer.plus else ()):
             module = _attention_of_layer(model, index)
-            hooks.enter_context(noting_inputs(module, observer.enter))
+            hooks.enter_context(observing_inputs(module, observer.enter))
         for piece in torch.split(input_ids, chunk, dim=1):
             repeated = torch.cat([before, piece], dim=1)
             model(repeated, **passed(cache), logits_to_keep=1)

@@ -116,7 +116,7 @@ def _read_files(
 ) -> tuple[Any, dict[str, Any]]:
     """Check the options, read the files, and return the policy and fields of a source."""
     options.settings()
-    read, warnings = text_files.read_noting(files) if files else ([], [])
+    read, warnings = text_files.read_with_notices(files) if files else ([], [])
 
     announce_model(options.model)
     from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above

@@ -77,7 +77,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     """Write a page that shows the answers, the kept tokens and who voted for them."""
     require_question(question)
     settings, sizes = options.settings(), _read_budgets(options)
-    read, warnings = text_files.read_noting(files)
+    read, warnings = text_files.read_with_notices(files)
 
     announce_model(options.model)
     from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above

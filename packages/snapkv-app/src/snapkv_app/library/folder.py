@@ -252,7 +252,7 @@ class Folder:
 
     # The last use of a document is the time of an empty file.
 
-    def note_asked(self, key: str) -> None:
+    def record_use(self, key: str) -> None:
         """Record that a question uses a document now; ignores that the folder is read-only."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
@@ -260,7 +260,7 @@ class Folder:
             place.touch()
             os.utime(place, ns=(now, now))
 
-    def asked_at(self, key: str) -> int | None:
+    def last_used_at(self, key: str) -> int | None:
         """Return the time of the last question that used a document, in nanoseconds.
 
         None if no question has used it.
@@ -297,7 +297,7 @@ class Folder:
                 lock.seek(0)
                 is_left = bool(lock.read(1))
                 lock.truncate(0)
-                _write_if_room(lock, b"%d\n" % os.getpid())
+                _write_unless_full(lock, b"%d\n" % os.getpid())
             if is_left:
                 self._clean()
             self._changed = set()
@@ -458,7 +458,7 @@ def _unlink(file: Path) -> None:
         file.unlink()
 
 
-def _write_if_room(file: IO[bytes], data: bytes) -> None:
+def _write_unless_full(file: IO[bytes], data: bytes) -> None:
     """Write data to a file, and ignore a full disk, so that documents can still be removed."""
     try:
         file.write(data)

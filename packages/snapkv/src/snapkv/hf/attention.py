@@ -28,7 +28,7 @@ from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, with_fitting_mask
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
 from snapkv.hf.masks import leading_pads, mask_function, sees_ahead
-from snapkv.hf.model_parts import has_images_positions, output_weight
+from snapkv.hf.model_parts import has_read_image, output_weight
 from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
@@ -247,7 +247,7 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     check, state = context.forward_pass.check, context.forward_pass.prompt_state
-    prompt = _prompt_layer(call, layer, pads, check.unasked)
+    prompt = _prompt_layer(call, layer, pads, check.deferred)
     attended = attend_stored(call, layer)
     check_votes = None
     # A policy that votes with queries computes attention itself, so it must agree with the model.
@@ -280,8 +280,8 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     """Read the end of a later prompt, let its queries vote on all stored tokens, and evict."""
     layer = context.layer
     attended = attend_stored(call, layer)
-    unasked = context.forward_pass.check.unasked
-    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, unasked)
+    deferred = context.forward_pass.check.deferred
+    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, deferred)
     with ops.scoring(call.key):
         selection = checks.select(layer.policy, prompt, [prompt.layer_idx])
     stored = prompt.keys.shape[2]
@@ -397,7 +397,7 @@ def _prompt_layer(
     call: AttentionCall,
     layer: CompressedLayer,
     pads: Tensor | None,
-    unasked: DeferredChecks | None,
+    deferred: DeferredChecks | None,
 ) -> PromptLayer:
     """Build the view of a layer that the policy selects from, at the end of a prompt or a piece.
 
@@ -405,7 +405,7 @@ def _prompt_layer(
         call: the attention call of the layer.
         layer: the layer.
         pads: (B,) int64, the number of padding tokens in front of each row; None for none.
-        unasked: a list to which the policy appends checks that wait for the GPU; None if not used.
+        deferred: a list to which the policy appends checks that wait for the GPU; None if not used.
 
     Raises:
         UnsupportedModelError: attention has a position bias or is not causal.
@@ -439,7 +439,7 @@ def _prompt_layer(
         output_weight=None if output is None else output_weight(output, call.value.dtype),
         protected=None if spans is None else protected_slots(layer, spans, slots, pads),
         token_cost=functools.partial(layer.token_cost, call.query.shape[1]),
-        deferred_checks=unasked,
+        deferred_checks=deferred,
         **_of_layer(call, layer),
     )
 
@@ -556,7 +556,7 @@ def _refusal_of_images(name: str, context: ForwardContext) -> SnapKVError | None
     """Return the error of a policy that rotates states after an image; None for other policies."""
     layer = context.layer
     needs_rotation = "rotation" in layer.policy.needs
-    if not needs_rotation or not has_images_positions(context.forward_pass.modules):
+    if not needs_rotation or not has_read_image(context.forward_pass.modules):
         return None
     return wrong(
         "policy",

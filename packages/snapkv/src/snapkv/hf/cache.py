@@ -205,7 +205,7 @@ class CompressedCache(Cache):
             self._require_coming(new_tokens, rows=len(key_states))
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            uncompressed.let_go_of_the_past(layer, new_tokens)
+            uncompressed.free_dropped_tokens(layer, new_tokens)
             return keys, values
         if layer.store.has_room and not layer.offloaded.is_due:
             keys, values = layer.update(key_states, value_states)

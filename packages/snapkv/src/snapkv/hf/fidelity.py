@@ -85,12 +85,12 @@ class VoteCheck:
 
     Attributes:
         doubts: the comparisons of this forward pass whose results have not been read yet.
-        unasked: the checks that policies have deferred; see `PromptLayer`.
+        deferred: the checks that policies have deferred; see `PromptLayer`.
     """
 
     def __init__(self) -> None:
         self.doubts: list[Doubt] = []
-        self.unasked: DeferredChecks = []
+        self.deferred: DeferredChecks = []
 
     def close(self) -> None:
         """Read the results of all comparisons and checks after the last layer of a forward pass.
@@ -98,9 +98,9 @@ class VoteCheck:
         Raises:
             UnsupportedModelError: the votes of a layer do not agree with the model's attention.
         """
-        require_faithful(self.doubts, self.unasked)
+        require_faithful(self.doubts, self.deferred)
         self.doubts.clear()
-        self.unasked.clear()
+        self.deferred.clear()
 
     def judge(self, group: LayerGroup, module: Any, *, rounds_scores: bool) -> None:
         """Compare the attention of a group of layers with their votes; see `doubt_scores`.
@@ -162,19 +162,19 @@ def doubt_scores(
     )
 
 
-def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[DeferredCheck] = ()) -> None:
+def require_faithful(doubts: Sequence[Doubt], deferred: Sequence[DeferredCheck] = ()) -> None:
     """Raise if a difference is too large to be a rounding error, and run the deferred checks.
 
     Waits for a GPU once.
 
     Args:
         doubts: the differences.
-        unasked: checks that policies have deferred.
+        deferred: checks that policies have deferred.
 
     Raises:
         UnsupportedModelError: a difference is too large.
     """
-    run_checks([*((doubt.found, doubt.judge) for doubt in doubts), *unasked])
+    run_checks([*((doubt.found, doubt.judge) for doubt in doubts), *deferred])
 
 
 def _epsilon(output: Tensor, rounds_scores: bool) -> float:

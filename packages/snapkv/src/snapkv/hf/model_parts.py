@@ -118,7 +118,7 @@ def shares_latent(model: PreTrainedModel) -> bool:
     return bool(getattr(config, "kv_lora_rank", None))
 
 
-def has_images_positions(modules: Iterable[Any]) -> bool:
+def has_read_image(modules: Iterable[Any]) -> bool:
     """Return whether the model has read an image that has shifted the positions of later tokens.
 
     This holds for models with three position axes (Qwen2-VL, section 2.1), which store the shift
@@ -334,7 +334,7 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int
 
 
 @contextlib.contextmanager
-def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[None]:
+def observing_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `note` with the hidden states that enter a module, in this thread and this block.
 
     Args:

@@ -21,7 +21,7 @@ from snapkv.errors import (
     wrong,
 )
 from snapkv.hf.identity import identity_of, require_identity
-from snapkv.hf.model_parts import has_images_positions
+from snapkv.hf.model_parts import has_read_image
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
 from snapkv.storage.bits import KVCodes
@@ -39,7 +39,7 @@ def require_plain_positions(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: the model's `rope_deltas` are not zero.
     """
-    if has_images_positions(model.modules()):
+    if has_read_image(model.modules()):
         raise wrong(
             "model",
             f"positions of {type(model).__name__} do not count tokens after an image, and a saved "

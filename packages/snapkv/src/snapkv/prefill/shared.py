@@ -92,7 +92,7 @@ class SharedReading:
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         self._model, self._ids = model, input_ids
-        leader = _NotingCache(model, FullCache())
+        leader = _RecordingCache(model, FullCache())
         begin = time.perf_counter()
         unwrapped = replacing_forward({model: model.forward})  # raises now if `given` would raise
         with torch.inference_mode(), hooked(leader), unwrapped:
@@ -150,7 +150,7 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
     )
 
 
-class _NotingCache(CompressedCache, Hook):
+class _RecordingCache(CompressedCache, Hook):
     """A cache that keeps all tokens, and records in `steps` what each layer appends to it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -134,7 +134,7 @@ class CodedStates:
         return replace(self, codes=codes, sections=layout.sections)
 
     @property
-    def spread_bytes(self) -> int:
+    def decoded_bytes(self) -> int:
         """The number of bytes that the keys and values take after decoding.
 
         Raises:
@@ -174,7 +174,7 @@ class CodedStates:
         return replace(self, codes=codes, sections=sections)
 
 
-def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
+def quantize_state(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     """Quantize the keys and values in the state of a store, so that its file is smaller.
 
     The tail stays exact. A state that is already quantized, or empty, is returned unchanged.
@@ -199,8 +199,8 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     return others | {"states": CodedStates.of(states, how)} if len(states.keys) else state
 
 
-def state_spread(state: dict[str, Any]) -> dict[str, Any]:
-    """Decode the keys and values in a state that `state_in_codes` has quantized.
+def decode_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Decode the keys and values in a state that `quantize_state` has quantized.
 
     The state of a `CodedStore`, and one without quantized states, is returned unchanged.
 
@@ -210,7 +210,7 @@ def state_spread(state: dict[str, Any]) -> dict[str, Any]:
     states = state.get("states")
     if not isinstance(states, CodedStates):
         return state
-    _ = states.spread_bytes  # raises if its parts do not fit together
+    _ = states.decoded_bytes  # raises if its parts do not fit together
     if "how" in state:
         return state
     whole = states.decoded()

@@ -78,7 +78,7 @@ class OffloadPool:
         wanted = sum(part.nbytes for part in states)
         with self._lock:
             if is_limited:
-                self.require_room(wanted)
+                self.require_within_limit(wanted)
             self.taken_bytes += wanted
         pinned = device.type == "cuda"  # so that copies need not wait
         try:
@@ -93,7 +93,7 @@ class OffloadPool:
             self.give_back(wanted)
             raise
 
-    def require_room(self, wanted: int) -> None:
+    def require_within_limit(self, wanted: int) -> None:
         """Raise if `wanted` more bytes would exceed the limit.
 
         Raises:

@@ -38,7 +38,7 @@ class AbsentLayer(DynamicLayer):
         """Do nothing, because there are no tokens in this layer."""
 
 
-def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
+def free_dropped_tokens(layer: CacheLayerMixin, new_tokens: int) -> None:
     """Free the memory of old tokens in a sliding-window layer after a long prompt was read.
 
     transformers keeps the last tokens as a view of all tokens, so the whole prompt stays in memory

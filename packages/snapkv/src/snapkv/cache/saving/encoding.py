@@ -18,7 +18,7 @@ from snapkv.cache.restoring import restore
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError, wrong
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.coded import CodedStates, state_in_codes, state_spread
+from snapkv.storage.coded import CodedStates, decode_state, quantize_state
 from snapkv.storage.ragged import RaggedStates
 
 COMPRESSED = "compressed"
@@ -56,10 +56,10 @@ def encode_layer(
     if layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
     if codes is not None:
-        parts["store"] = state_in_codes(parts["store"], codes)
+        parts["store"] = quantize_state(parts["store"], codes)
         if "offloaded" in parts:
             both = dict(zip(_KEYS_AND_VALUES, parts["offloaded"], strict=True))
-            parts["offloaded"] = state_in_codes(both, codes)
+            parts["offloaded"] = quantize_state(both, codes)
     others = layer.other_states
     return {
         "kind": COMPRESSED,
@@ -104,7 +104,7 @@ def decode_layer(
     _fill_other(layer, on_device(saved.get("beside", {})), device)
     offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
     if isinstance(offloaded, dict):
-        offloaded = tuple(state_spread(offloaded)[name] for name in _KEYS_AND_VALUES)
+        offloaded = tuple(decode_state(offloaded)[name] for name in _KEYS_AND_VALUES)
     if offloaded is not None:
         layer.offloaded.append(*offloaded, on=device)
     layer.offloaded.is_due = saved["recall_due"]
@@ -113,7 +113,7 @@ def decode_layer(
     notes = on_device(saved["notes"])
     layer.queries.held = notes.pop("last_queries")
     layer.state = layer.state.restored(notes)
-    store = state_spread(on_device(saved["store"]))
+    store = decode_state(on_device(saved["store"]))
     restore(layer, saved["store_kind"], store, SlotMap.restored(slots))
     _require_fitting(layer)
 

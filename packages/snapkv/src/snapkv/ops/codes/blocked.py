@@ -17,7 +17,7 @@ from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.ragged.blocked import attend_pieces
 from snapkv.ops.ragged.inputs import TailInputs
 
-SPREAD_ELEMENTS = 2**19
+UNPACKED_ELEMENTS = 2**19
 """How many elements of keys or values are unpacked at a time."""
 
 
@@ -137,10 +137,10 @@ def _in_parts(rows: Tensor, codes: Codes, spread: Callable[[Codes], Tensor]) -> 
     Args:
         rows: as many matrices for every block as `spread` makes of it.
         codes: the blocks.
-        spread: unpacks some blocks, no more than `SPREAD_ELEMENTS` numbers at a time.
+        spread: unpacks some blocks, no more than `UNPACKED_ELEMENTS` numbers at a time.
     """
     blocks = len(codes.packed)
-    step = max(1, SPREAD_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))
+    step = max(1, UNPACKED_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))
     if blocks <= step:
         return torch.bmm(rows, spread(codes))
     parts = [codes.blocks(slice(start, start + step)) for start in range(0, blocks, step)]
