@@ -77,7 +77,7 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """The length of the document in tokens, T."""
+        """The number of tokens in the document, T."""
         return int(self.input_ids.shape[1])
 
     @property
@@ -184,6 +184,9 @@ class Document:
 
 def _token_ids(question: Any) -> Tensor:
     """Return the token ids of one question as a tensor.
+
+    Returns:
+        (N,) integers. A nested list gives more axes, which `Document.inputs` refuses.
 
     Raises:
         InvalidTypeError: `question` holds something else than token ids.

@@ -189,7 +189,9 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
-    """Raise if the policy needs a second reading, for a caller that reads a prompt only once.
+    """Raise if the policy needs a second reading of the prompt.
+
+    A caller that reads a prompt only once calls it first.
 
     Args:
         policy: the policy to check.
@@ -203,7 +205,7 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
 
 def _require_scorer(policy: Policy) -> KVzip:
-    """Return the `KVzip` policy that scores for `policy`, which may be `policy` itself.
+    """Return the `KVzip` policy inside `policy`, or `policy` itself if it is a `KVzip`.
 
     Raises:
         InvalidArgumentError: `policy` is not a `KVzip` and does not wrap one.
@@ -252,10 +254,19 @@ class _Observer:
         self._seen: PromptLayer | None = None
 
     def enter(self, states: Tensor) -> None:
-        """Store the norms of the states that a piece's queries are computed from."""
+        """Store the norms of the hidden states from which a piece's queries are computed.
+
+        Args:
+            states: (B, N, hidden).
+        """
         self._query_norms = torch.linalg.vector_norm(states.float(), dim=-1)
 
     def see(self, seen: PromptLayer) -> None:
+        """Update the scores with the attention that a piece pays to the text.
+
+        Args:
+            seen: the layer after the piece was read, with the queries of the piece.
+        """
         self._seen = _without_queries(seen)
         norms: dict[str, Any] = {}
         if self._plus:
@@ -287,5 +298,6 @@ def _without_queries(layer: PromptLayer) -> PromptLayer:
 
 
 def _length(states: Tensor) -> Tensor:
+    """Return the Euclidean norm of each state; the last axis is removed."""
     length: Tensor = torch.linalg.vector_norm(states, dim=-1)
     return length

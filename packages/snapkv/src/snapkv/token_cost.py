@@ -11,7 +11,7 @@ from snapkv.errors import BudgetTooSmallError, wrong
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """The bytes of tokens in one layer and row, for all heads together.
+    """The number of bytes that a token takes in one layer and row, for all heads together.
 
     Attributes:
         full_bytes: bytes of a token in the full cache.
@@ -32,7 +32,7 @@ class TokenCost:
         return self.block_tokens - 1 if self.uneven else 0
 
     def held_bytes(self, tokens: int) -> int:
-        """Return how many bytes `tokens` kept tokens take, rounded up to whole blocks."""
+        """Return the number of bytes of `tokens` kept tokens, rounded up to whole blocks."""
         return -(-(tokens + self.spare_tokens) // self.block_tokens) * self.block_bytes
 
     def fitting_tokens(

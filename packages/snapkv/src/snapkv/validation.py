@@ -231,7 +231,7 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
 
 
 def code_bits(word: str) -> tuple[int, int] | None:
-    """Return how many bits a word such as "int4" or "K8V4" means for keys and for values.
+    """Parse a word such as "int4" or "K8V4" that says in how many bits keys and values are stored.
 
     Returns:
         The bits of a key and of a value, or None if `word` has another form.
@@ -244,7 +244,7 @@ def code_bits(word: str) -> tuple[int, int] | None:
 
 
 def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
-    """Raise unless the parameters say without contradiction how votes are pooled.
+    """Raise if the parameters for pooling votes are out of range or contradict each other.
 
     Raises:
         InvalidTypeError: a value has the wrong type.
@@ -264,7 +264,7 @@ def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
 
 
 def require_kernel(kernel_size: Any) -> None:
-    """Raise unless `kernel_size` is an odd width, or a pair of how far it reaches to either side.
+    """Raise unless `kernel_size` is an odd width or a pair of two reaches, before and after.
 
     Raises:
         InvalidTypeError: it holds something that is no integer.
@@ -400,7 +400,7 @@ def without_controls(text: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
-    """Return the remedy for a misspelt name, for `wrong`.
+    """Suggest similar names for a name that is not known, as the remedy of an error.
 
     Returns:
         "Did you mean ...?" with the candidates most like `name`, or `otherwise` if none is similar.

@@ -149,7 +149,7 @@ class MemoryWatch:
         self._device = device_of(model)
         self.cache: CompressedCache | None = None
         self.tokens = 0
-        self.available_bytes: int | None = None  # None if it is not known
+        self.available_bytes: int | None = None
 
     def remember(self, cache: CompressedCache, tokens: int) -> None:
         """Remember that a prompt of `tokens` tokens is being read into `cache`.

@@ -32,7 +32,7 @@ from snapkv.validation import format_bytes, require_int
 
 @contextlib.contextmanager
 def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Iterator[None]:
-    """Let the model read prompts into a `CompressedCache` layer by layer within this block.
+    """Let the model read long prompts into a `CompressedCache` layer by layer within this block.
 
         with layer_by_layer(model):
             model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
@@ -99,6 +99,7 @@ def _read(
 
 
 def _comes_in_pieces(cache: Any, tokens: int, chunk_tokens: int) -> bool:
+    """Return whether an input of `tokens` tokens is read into this cache in pieces."""
     is_long = isinstance(cache, CompressedCache) and tokens > chunk_tokens
     return is_long and not torch.is_grad_enabled()
 
@@ -117,6 +118,7 @@ def _read_layer(
     If it runs in pieces, the outputs overwrite `hidden_states` in place.
 
     Raises:
+        InvalidArgumentError: the policy needs token ids.
         UnsupportedModelError: an argument of the layer cannot be split into pieces.
     """
     cache = cache_among(kwargs)
@@ -141,7 +143,13 @@ def _read_layer(
 
 
 def _read_norm(forward: Callable[..., Any], chunk_tokens: int, hidden_states: Tensor) -> Tensor:
-    """Run a norm in pieces and in place, because it computes on a float32 copy of its input."""
+    """Run a norm on a long input in pieces, whose results overwrite `hidden_states` in place.
+
+    A norm computes on a float32 copy of its input, so pieces need less memory.
+
+    Returns:
+        (B, T, hidden), which is `hidden_states` itself if it was read in pieces.
+    """
     if hidden_states.shape[1] <= chunk_tokens or torch.is_grad_enabled():
         normed: Tensor = forward(hidden_states)
         return normed

@@ -51,9 +51,9 @@ class _Step:
     last_output: Tensor | None = None
 
     def append_to(self, cache: CompressedCache) -> None:
-        """Append the tokens to `cache`, and let it select as if the model had read the prompt.
+        """Append the recorded tokens to another cache, as if the model had read the prompt into it.
 
-        Changes `cache` in place.
+        Changes `cache` in place. The cache selects as usual, and raises the same errors.
         """
         assert self.call is not None
         assert self.last_output is not None
@@ -140,7 +140,11 @@ class SharedReading:
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Return whether a call requests only logits, and neither hides nor moves a token."""
+    """Return whether the outputs of a shared reading are those that a call requests.
+
+    The call must request only logits, must hide no token, and must read each token at its usual
+    position.
+    """
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     return not (
@@ -151,7 +155,11 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
 
 
 class _RecordingCache(CompressedCache, Hook):
-    """A cache that keeps all tokens, and records in `steps` what each layer appends to it."""
+    """A cache that keeps all tokens, and records the tokens and the attention call of each layer.
+
+    Attributes:
+        steps: one record for each layer, in the order in which the layers were read.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -175,7 +183,7 @@ class _RecordingCache(CompressedCache, Hook):
 
 
 def shared_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Estimate how many bytes of memory a `SharedReading` of `tokens` tokens takes.
+    """Estimate the memory, in bytes, that a `SharedReading` of `tokens` tokens takes.
 
     It holds the queries, keys and values of all layers.
     """

@@ -30,8 +30,8 @@ class TokenStore(ABC):
     """Holds the keys and values of one layer's tokens, which nothing else assigns.
 
     Tokens are in KV cache slots. Every head has the same number of slots: if heads hold different
-    numbers of tokens, each is padded on the left to the longest. A method that changes the layout
-    returns the store to use from now on, which may be another one.
+    numbers of tokens, each is padded on the left to the longest. A method that may change the
+    layout returns the store to use from now on, which is often `self`.
 
     Attributes:
         tail: keys and values of tokens that all heads hold; all tokens except those in `ragged`.

@@ -64,7 +64,7 @@ class KVCodes(metaclass=WithParameters):
 
         Raises:
             InvalidTypeError: the mapping has an unknown parameter.
-            InvalidArgumentError: another word, or a number out of range.
+            InvalidArgumentError: `given` is another word or object, or a number is out of range.
         """
         if isinstance(given, KVCodes):
             return given

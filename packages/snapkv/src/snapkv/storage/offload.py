@@ -70,7 +70,7 @@ class OffloadPool:
                 the limit.
 
         Returns:
-            Uninitialised tensors in the shapes and dtypes of `states`.
+            Tensors in the shapes and dtypes of `states`, with arbitrary content.
 
         Raises:
             OutOfMemoryError: the limit would be exceeded, or the system has no memory left.
@@ -122,7 +122,7 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
     process. The file has no name, so it disappears with the tensor.
 
     Returns:
-        An uninitialised tensor in the shape and dtype of `states`.
+        A tensor in the shape and dtype of `states`, with arbitrary content.
 
     Raises:
         OutOfMemoryError: the disk is full, or the file cannot be made.
@@ -217,9 +217,9 @@ class Piece:
 
 
 class OffloadedTokens:
-    """The tokens that a layer has offloaded, as a list of pieces.
+    """The tokens that a layer has offloaded, stored as a list of pieces.
 
-    They are the first tokens that the layer has seen. On a GPU, copies run in their own stream,
+    These are the first tokens that the layer has seen. On a GPU, copies run in their own stream,
     parallel to the work of the next layer. Without a pool nothing is offloaded, and evicted tokens
     are lost.
 
@@ -303,7 +303,7 @@ class OffloadedTokens:
         self.pieces.append(Piece(stored=stored, start=start, end=end, rows=rows, shift=none))
 
     def select_where(self, stays: Tensor) -> None:
-        """Keep only some of the offloaded tokens.
+        """Keep only the offloaded tokens that are marked in a mask.
 
         The memory of the others is freed unless a copy of the cache holds them.
 

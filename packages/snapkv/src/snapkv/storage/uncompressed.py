@@ -12,7 +12,7 @@ class CrossAttentionLayer(DynamicLayer):
     """A layer that holds the keys and values of an image, which do not depend on the text."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing, because the layer holds no tokens of the text."""
+        """Do nothing, because the keys and values of this layer do not come from the text."""
 
 
 class AbsentLayer(DynamicLayer):

@@ -185,7 +185,7 @@ def _saveable(attributes: dict[str, Any]) -> dict[str, Any]:
 def _is_saveable(value: Any) -> bool:
     """Return whether the value of an attribute can be written to a file.
 
-    Devices and dtypes, for instance, cannot. They follow from the tensors.
+    Devices and dtypes, for example, cannot be written. They follow from the tensors.
     """
     if isinstance(value, dict):
         return all(_is_saveable(part) for part in value.values())

@@ -18,7 +18,10 @@ def ragged_attention(
 ) -> Tensor:
     """Compute attention to the kept tokens with the flash attention of torch, without gradients.
 
-    See `snapkv.ops.ragged_attention`. The softmax is in float32 or wider.
+    The arguments are those of `snapkv.ops.ragged_attention`. The softmax is in float32 or wider.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of `values`.
     """
     (B, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
     rows = inputs.queries.reshape(1, B * H, Hq // H * Q, D)

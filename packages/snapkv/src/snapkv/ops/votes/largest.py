@@ -34,7 +34,11 @@ def largest_votes(
 ) -> tuple[Tensor, Tensor]:
     """Compute the largest vote on each position for a few heads or queries at a time.
 
-    The result is that of `snapkv.ops.votes.reference.largest_votes` up to rounding.
+    The arguments are those of `snapkv.ops.largest_votes`.
+
+    Returns:
+        The largest votes and the sums of unpooled weights, both (B, Hkv, P) float32; (B, Hq, P) for
+        "none". They are those of `snapkv.ops.votes.reference.largest_votes` up to rounding.
     """
     queries, keys, pad_tokens = states.queries, states.keys, states.pad_tokens
     (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
