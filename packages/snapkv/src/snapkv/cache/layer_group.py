@@ -153,7 +153,7 @@ def most_bytes(device: torch.device) -> int:
 
 
 def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
-    """Quantize the first slots of each layer, in place.
+    """Quantize the first slots of several layers in place.
 
     With recall, the exact keys and values are offloaded first. Consecutive layers with tensors of
     the same shape are quantized together, up to `most_bytes`, because each call waits for the GPU.
@@ -186,6 +186,6 @@ def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes |
 
 
 def _stack_key(layer: CompressedLayer) -> tuple[Any, ...]:
-    """Return the device, dtype and head sizes, which layers that are quantized together share."""
+    """Return the properties that layers must have in common to be quantized together."""
     keys, values = layer.keys, layer.values
     return keys.device, keys.dtype, keys.shape[-1], values.shape[-1]

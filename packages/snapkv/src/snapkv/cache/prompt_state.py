@@ -483,7 +483,7 @@ class PromptState:
         self.require_chosen()
 
     def record_end(self, layer_idx: int) -> None:
-        """Record that a layer reads the end of the prompt or turn.
+        """Record that a layer is reading the end of the prompt or turn.
 
         Args:
             layer_idx: the index of the layer.
@@ -498,7 +498,7 @@ class PromptState:
         self.chooser.unread_layers = tuple(later)
 
     def require_chosen(self) -> None:
-        """Check that every layer has chosen what it keeps of the last prompt.
+        """Raise if a layer has not yet selected which tokens of the last prompt it keeps.
 
         Raises:
             CacheMismatchError: a layer did not read the prompt's end, or still waits to choose.
@@ -601,7 +601,7 @@ class PromptState:
         self.record_text(ids)
 
     def require_ids(self, tokens: int, rows: int | None) -> None:
-        """Raise unless the ids of the next tokens were announced.
+        """Raise if the token ids of the next forward pass have not been announced.
 
         Args:
             tokens: how many tokens are read next.

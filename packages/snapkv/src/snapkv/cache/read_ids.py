@@ -14,7 +14,7 @@ _NAME = "read_ids."
 
 @dataclass(frozen=True)
 class ReadIds:
-    """The token ids of the text that a cache has read, as far as they are known.
+    """The known token ids of the text that a cache has read.
 
     Attributes:
         parts: the known parts of the text in ascending order, each as the column of its first token
@@ -30,7 +30,12 @@ class ReadIds:
         return type(self)(tuple(cut))
 
     def replace_from(self, start: int, ids: Tensor) -> Self:
-        """Return the ids with everything from the column `start` on replaced by `ids`."""
+        """Return the ids with `ids` in place of everything from the column `start` on.
+
+        Args:
+            start: the column of the first of the new ids.
+            ids: (B, N) integers.
+        """
         return type(self)((*self.truncate(start).parts, (start, ids)))
 
     def known_from_start(self) -> Tensor:

@@ -236,9 +236,14 @@ def _bits(layers: Sequence[CompressedLayer]) -> dict[str, int]:
 
 
 def _lost(layer: CompressedLayer, field: str) -> float | None:
-    """Return the mean over all rows and heads of `lost_mass` or `lost_peak`, as `field` says.
+    """Return the average of a measure of lost votes over all rows and heads of a layer.
 
-    The result is 0 if nothing was evicted, and None if it is not known.
+    Args:
+        layer: the layer.
+        field: the name of the measure, `lost_mass` or `lost_peak`.
+
+    Returns:
+        The average; 0 if nothing was evicted, and None if it is not known.
     """
     lost = getattr(layer.state, field)
     if lost is None:

@@ -74,11 +74,18 @@ class SharedBudget:
         self._lost_sums, self._lost_peaks = none, none  # of each head, over its evicted entries
 
     def add(self, group: LayerGroup) -> None:
-        """Add layers that have read the prompt, and evict what cannot be among the best entries.
+        """Add layers that have read the prompt, and evict entries that are not among the best.
 
-        After the model's last layer, all layers hold exactly what they keep.
+        Entries are evicted only if the layers hold too many. After the model's last layer, all
+        layers hold exactly the entries that they keep.
+
+        Args:
+            group: the layers that follow those added before.
 
         Raises:
+            InvalidArgumentError: the policy does not work with this prompt, or a number cannot be
+                quantized.
+            OutOfMemoryError: there is no room for the offloaded tokens.
             UnsupportedModelError: a layer has more heads than the first one.
         """
         stack, rows, depth = group.stack, len(group.prompts[0].keys), len(self._layers)
@@ -146,9 +153,12 @@ class SharedBudget:
         return [sum(map(operator.mul, heads, map(max, row, least))) for row in rows]
 
     def _evict(self, budgets: Sequence[int]) -> None:
-        """Evict all entries of each batch row but its best, whose numbers are `budgets`.
+        """Evict every entry that is not among the best of its batch row.
 
         If no entry is evicted, the layers are left unchanged, unless the choice is final.
+
+        Args:
+            budgets: for each batch row, how many entries it keeps.
         """
         held = _Entries(*[torch.cat(each, dim=-1) for each in zip(*self._entries, strict=True)])
         self._entries = [held]
@@ -246,7 +256,12 @@ class SharedBudget:
         return map(Tensor.view, torch.split(block, list(map(math.prod, shapes))), shapes)
 
     def _finish(self, prompt_tokens: int) -> None:
-        """Quantize the kept tokens if the layers do so, and store in each layer its lost votes.
+        """Quantize the kept tokens, and store in each layer how many votes it has lost.
+
+        Without a quantized form, the tokens stay as they are.
+
+        Args:
+            prompt_tokens: how many tokens the prompt has.
 
         Raises:
             InvalidArgumentError: a number cannot be quantized.

@@ -23,7 +23,7 @@ _INCOMPLETE_CHARACTER = "\ufffd"
 def page_of(
     state: PromptState, report: CacheReport, tokenizer: Any, input_ids: Tensor | None
 ) -> Page:
-    """Build the page of `CompressedCache.show`.
+    """Build the page that `CompressedCache.show` returns.
 
     Args:
         state: the state of the cache, which must have a single row.

@@ -88,7 +88,11 @@ def require_between_turns(prompt_state: PromptState) -> None:
 
 
 def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
-    """Raise if the spans of each row cannot be dropped as they are.
+    """Raise if a row cannot drop its spans, before anything has changed.
+
+    Args:
+        layers: all compressed layers of the cache.
+        rows: the spans that each row drops.
 
     Raises:
         InvalidArgumentError: a span is protected, a row would have no tokens left, or the rows
@@ -234,7 +238,11 @@ def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: 
 
 
 def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
-    """Raise if a row would drop protected tokens.
+    """Raise if the spans to drop contain protected tokens.
+
+    Args:
+        protect: the protected spans; None for none.
+        rows: the spans that each row drops.
 
     Raises:
         InvalidArgumentError: a span to drop overlaps a protected span.

@@ -85,6 +85,7 @@ class _CodedPieces:
 
 def _in_fours(rows: Tensor) -> Tensor:
     """Add a row of zeros if one row is missing to a multiple of four, which is faster to multiply.
+
     Args:
         rows: (P, R, D).
 
