@@ -124,8 +124,13 @@ _MOVED |= {"app": "snapkv_app", "Library": "snapkv_app.Library"}
 """Names that this package had until 0.3.0, and where they are now."""
 
 
-def elsewhere(name: str) -> str | None:
-    """Return what to write instead of a name that this package does not have, or None."""
+def advice_for(name: str) -> str | None:
+    """Return a sentence that says what to write instead of a name that this package does not have.
+
+    Returns:
+        The sentence; None if the name is neither one of kvpress or of the authors' code, nor one
+        that has moved to another package.
+    """
     if is_kvpress_name(name):
         return f"{name} is a name of kvpress. {instead_of(name)}"
     if name in _PATCHES:

@@ -98,12 +98,21 @@ def read_twice(
 
 
 @torch.no_grad()
-def read_as_wanted(
+def read_for_policy(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
-    """Read and compress the text before a question in the way that the cache's policy needs.
+    """Read the text before a question once or twice, as the cache's policy needs it.
 
-    The errors are those of `read_context` and of a forward pass.
+    Changes `cache` in place: afterwards it holds the compressed text.
+
+    Args:
+        model: the model of the cache.
+        tokenizer: its tokenizer.
+        input_ids: (B, T) int64, without padding.
+        cache: an empty cache.
+
+    Raises:
+        SnapKVError: the same errors as in `read_context`, or as in a forward pass.
     """
     if cache.policy.needs_reconstruction_pass:
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))

@@ -68,7 +68,8 @@ class Chooser:
     def finish(self) -> None:
         """Let the layers that are still waiting choose, since no later layer will join them.
 
-        Raises the same errors as `offer`.
+        Raises:
+            SnapKVError: the same errors as in `offer`.
         """
         if self.group.layers:
             self._choose()

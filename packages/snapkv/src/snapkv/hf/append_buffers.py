@@ -73,10 +73,13 @@ class AppendBuffers:
         pairs = zip(self._prompt_state.layers, self._tails, strict=False)
         return bool(self._tails) and all(layer.store.tail is tail for layer, tail in pairs)
 
-    def has_slots(self, new_tokens: int) -> bool:
-        """Return whether `new_tokens` more tokens fit, and count them as written.
+    def use_slots(self, new_tokens: int) -> bool:
+        """Count the next `new_tokens` slots as used, and return whether there are that many.
 
         Also counts how often the buffers were replaced by a change of the cache.
+
+        Returns:
+            False if there are too few free slots, or the layers do not use the buffers any more.
         """
         self._free -= new_tokens
         is_lent = self.is_lent

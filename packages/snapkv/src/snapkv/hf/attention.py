@@ -124,7 +124,7 @@ def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
             `new_tokens` tokens.
     """
     is_compressed = any(
-        one.slots.is_compressed and not one.offloaded.is_due for one in watch.layers
+        layer.slots.is_compressed and not layer.offloaded.is_due for layer in watch.layers
     )
     if is_compressed and sees_ahead(mask, new_tokens):
         raise wrong(
@@ -222,11 +222,17 @@ def attend(call: AttentionCall) -> Attended:
     return attended
 
 
-# One function for each phase of a conversation.
+# One function for each phase of a conversation. Each runs the attention call of `context.layer`,
+# changes this layer in place, and returns what the model's own attention returns.
 
 
 def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read a piece of a prompt, and hold the queries that will vote at its end."""
+    """Read a piece of a prompt, and hold the queries that will vote at its end.
+
+    Raises:
+        OutOfMemoryError: the layer has recall, and there is no room for the offloaded tokens.
+        UnsupportedModelError: attention has a position bias or is not causal.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
     layer.queries.remember(call.query)
@@ -242,6 +248,12 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Read the end of the first prompt, and then let the policy select which tokens to keep.
 
     The layer may wait for the next layers, so that a group of layers selects at once.
+
+    Raises:
+        InvalidArgumentError: the policy does not work with this prompt, or a row has no token.
+        OutOfMemoryError: there is no room for the offloaded tokens.
+        UnsupportedModelError: the mask, or the attention of the model, does not agree with the
+            votes.
     """
     layer = context.layer
     own, slots = call.query.shape[2], call.key.shape[2]
@@ -261,7 +273,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read a piece of a later prompt, which attends to the kept tokens, and store all of it."""
+    """Read a piece of a later prompt, which attends to the kept tokens, and store all its tokens.
+
+    Raises:
+        InvalidArgumentError: a number cannot be quantized.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
     if isinstance(policy := layer.policy, EvictingPolicy):
@@ -277,7 +293,14 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read the end of a later prompt, let its queries vote on all stored tokens, and evict."""
+    """Read the end of a later prompt, let its queries vote on all stored tokens, and evict.
+
+    Raises:
+        InvalidArgumentError: the policy does not work with this prompt, or a number cannot be
+            quantized.
+        OutOfMemoryError: there is no room for the offloaded tokens.
+        UnsupportedModelError: attention has a position bias or is not causal.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
     deferred = context.forward_pass.check.deferred
@@ -295,7 +318,11 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read tokens that come after the prompt, and evict if the policy evicts during decoding."""
+    """Read tokens that come after the prompt, and evict if the policy evicts during decoding.
+
+    Raises:
+        InvalidArgumentError: a number cannot be quantized.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0

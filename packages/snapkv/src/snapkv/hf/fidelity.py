@@ -117,10 +117,10 @@ class VoteCheck:
         Raises:
             UnsupportedModelError: the votes of the first group do not agree with attention.
         """
-        found = doubt_scores(group.stack, group.outputs, module, rounds_scores=rounds_scores)
-        if found is not None:
+        doubt = doubt_scores(group.stack, group.outputs, module, rounds_scores=rounds_scores)
+        if doubt is not None:
             layers = [prompt.layer_idx for prompt in group.prompts]
-            self.doubts.append(replace(found, layers=layers))
+            self.doubts.append(replace(doubt, layers=layers))
         if not group.stack.depth:
             require_faithful(self.doubts)
             self.doubts.clear()

@@ -402,9 +402,9 @@ def announce_prompts(model: PreTrainedModel) -> None:
     Changes the model in place. A method that somebody else has set on the instance is not wrapped.
     """
     for name in _AROUND:
-        found = vars(model).get(name)
-        is_foreign = isinstance(found, _Announcing) and found.model is not model
-        if hasattr(type(model), name) and (found is None or is_foreign):
+        method = vars(model).get(name)
+        is_foreign = isinstance(method, _Announcing) and method.model is not model
+        if hasattr(type(model), name) and (method is None or is_foreign):
             vars(model)[name] = _Announcing(model, name)
 
 

@@ -225,14 +225,14 @@ def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     text = model.config.get_text_config(decoder=True)
     waiting = [text, model.config]
     waiting += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    found: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, PreTrainedConfig] = {}
     while waiting:
         config = waiting.pop(0)
-        if id(config) not in found:
-            found[id(config)] = config
+        if id(config) not in configs:
+            configs[id(config)] = config
             parts = (getattr(config, name, None) for name in config.sub_configs)
             waiting += [part for part in parts if isinstance(part, PreTrainedConfig)]
-    return [config for config in found.values() if type(config) is type(text)]
+    return [config for config in configs.values() if type(config) is type(text)]
 
 
 class Use:

@@ -91,8 +91,9 @@ def leading_pads(
         not_causal = _sees_otherwise(visible, pads)
     empty = (pads == prompt_tokens).any()
     # Stacked, so that the GPU is waited for once instead of four times.
-    found = torch.stack([elsewhere, not_causal, pads.any(), empty]).tolist()
-    if found[0]:
+    faults = torch.stack([elsewhere, not_causal, empty, pads.any()])
+    is_elsewhere, is_not_causal, has_empty_row, has_pads = faults.tolist()
+    if is_elsewhere:
         raise wrong(
             "attention_mask",
             "expected padding on the left only, got masked positions at the end or in the middle "
@@ -101,13 +102,13 @@ def leading_pads(
             "the pad token",
             UnsupportedModelError,
         )
-    if found[3]:
+    if has_empty_row:
         raise wrong(
             "attention_mask",
             "expected at least one token in every row, got rows of padding alone",
             "Leave these rows out of the batch",
         )
-    if found[1]:
+    if is_not_causal:
         raise wrong(
             "attention_mask",
             "expected a causal mask over the observation window, got packed sequences or tokens "
@@ -115,7 +116,7 @@ def leading_pads(
             "Read each sequence as a row of its own, with causal attention",
             UnsupportedModelError,
         )
-    return pads if found[2] else None
+    return pads if has_pads else None
 
 
 def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:

@@ -127,8 +127,8 @@ def has_read_image(modules: Iterable[Any]) -> bool:
     Args:
         modules: the modules of the model.
     """
-    found = (getattr(module, "rope_deltas", None) for module in modules)
-    return any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in found)
+    shifts = (getattr(module, "rope_deltas", None) for module in modules)
+    return any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in shifts)
 
 
 class States(Enum):
@@ -155,7 +155,11 @@ def states_of(model: PreTrainedModel) -> States:
 
 @torch.no_grad()
 def _find_states(model: PreTrainedModel) -> States:
-    """Run the model on two tokens, fill its first recurrent state with NaN, and run it again."""
+    """Find out by running the model how it handles its recurrent states.
+
+    The model reads two tokens, the first recurrent state is filled with NaN, and the model reads
+    two more tokens. If their logits are finite, the model has reset its states.
+    """
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     ids = torch.full((1, 2), config.vocab_size // 2, device=device_of(model))
@@ -326,11 +330,11 @@ def absent_layers(model: PreTrainedModel, layers: Sequence[int], counted: int) -
 
 def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, list[Any]]:
     """Return the attention modules of each layer, by its index; an empty list if it has none."""
-    found: dict[int, list[Any]] = {index: [] for index in layers}
+    by_layer: dict[int, list[Any]] = {index: [] for index in layers}
     for module in model.get_decoder().modules():
-        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
-            found[module.layer_idx].append(module)
-    return found
+        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in by_layer:
+            by_layer[module.layer_idx].append(module)
+    return by_layer
 
 
 @contextlib.contextmanager
@@ -361,7 +365,7 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
         UnsupportedModelError: the attention of a layer does not have exactly one module with a
             known name (`o_proj`, `dense`, `c_proj` or `out_proj`).
     """
-    found: dict[int, Any] = {}
+    projections: dict[int, Any] = {}
     for index, modules in attention_modules(model, layers).items():
         named = (getattr(module, name, None) for module in modules for name in _PROJECTIONS)
         parts = [part for part in named if part is not None]
@@ -375,8 +379,8 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
                 "Use a method that does not weight values by the output projection",
                 UnsupportedModelError,
             )
-        found[index] = parts[0]
-    return found
+        projections[index] = parts[0]
+    return projections
 
 
 @torch.no_grad()

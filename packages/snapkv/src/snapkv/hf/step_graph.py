@@ -39,7 +39,7 @@ class Recorder(Protocol):
     """An object that captures the work of a decode step on one kind of device."""
 
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Run this block on the stream of the capture, so that it can warm the step up."""
+        """Run the operations of this block on the stream of the capture, to warm up a step."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Capture `step` without running its work.
@@ -166,7 +166,7 @@ class StepGraph:
         Args:
             new_tokens: how many tokens the step reads.
         """
-        if self._obstacle or self._buffers.has_slots(new_tokens):
+        if self._obstacle or self._buffers.use_slots(new_tokens):
             return
         obstacle = _obstacle(self._model) or self._buffers.obstacle
         if obstacle:

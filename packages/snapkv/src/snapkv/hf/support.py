@@ -147,7 +147,7 @@ class Setup:
 
     @property
     def method(self) -> str:
-        """The policy for an error message, marked if it is the default."""
+        """The name and the parameters of the policy for an error message."""
         is_default = method_name(self.policy.describe()) == DEFAULT
         return f"the default, {self.policy!r}" if is_default else repr(self.policy)
 

@@ -215,10 +215,10 @@ class TokenStore(ABC):
         values, so that rounding does not accumulate.
 
         Args:
-            sink_tokens: how many first keys to move.
-            gap: (B,), how many tokens of each row have been dropped after the sinks.
+            sink_tokens: how many of the first keys to move.
+            gap: (B,) int64, how many tokens each row has evicted after the sinks.
             rotation: rotates (B, H, N, D) states by (B, N) positions.
-            before: the result of the last call, or a pair of None.
+            before: the result of the last call, or a pair of None for the first call.
 
         Returns:
             (B, H, sinks, D) the original keys, and (B, 1, 1, 1) bool, whether a row's sinks are at
@@ -297,11 +297,11 @@ class TokenStore(ABC):
             The bytes for one row of this layer.
         """
         per_head = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
-        one = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
+        cost = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
         if codes is None:
-            return one
+            return cost
         blocks = heads * block_bytes(self.padded(), codes)
-        return replace(one, block_bytes=blocks, block_tokens=codes.group_size)
+        return replace(cost, block_bytes=blocks, block_tokens=codes.group_size)
 
     @property
     def bits(self) -> str:

@@ -68,7 +68,7 @@ class CodedStates:
         if len(several) > 1 and any(part.scale.dtype is torch.float32 for part in codes):
             # Some states may fit into float16 scales if they are encoded alone.
             return [cls.of(states, how) for states in several]
-        sizes = [sum(-(-n // G) for n in itertools.chain(*one.head_tokens)) for one in several]
+        sizes = [sum(-(-n // G) for n in itertools.chain(*each.head_tokens)) for each in several]
         own = zip(*(part.split(sizes) for part in codes), strict=True)
         return [
             cls(

@@ -208,10 +208,10 @@ def _find_seal(file: BinaryIO, path: Path) -> tuple[str, int]:
     Raises:
         CacheFileError: the header has no digest.
     """
-    found = list(_SEAL.finditer(_header(file) or b""))
-    if len(found) != 1:
+    seals = list(_SEAL.finditer(_header(file) or b""))
+    if len(seals) != 1:
         raise _damaged(path, "its header is not one of a saved cache")
-    return found[0].group(1).decode(), 8 + found[0].start(1)
+    return seals[0].group(1).decode(), 8 + seals[0].start(1)
 
 
 def _digest(file: BinaryIO, start: int) -> str:

@@ -142,7 +142,7 @@ def split_tokens(tokens: int) -> int:
 def _weigh(scores, seen, most, softcap, CAPPED: tl.constexpr):
     """Compute the unnormalised weights of the scores, and update the maximum.
 
-    Also returns the factor by which earlier sums must be multiplied.
+    Returns the weights, the factor by which earlier sums must be multiplied, and the new maximum.
     """
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh

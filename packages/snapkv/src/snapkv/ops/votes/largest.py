@@ -64,9 +64,9 @@ def largest_votes(
             received = weights[:, : fill + prefix]
             _add_votes(summed[row, heads, :, pads:], received[:, fill:], shares)
             lifted = _lifted(received, shares.flatten(1), lift, fill, sink_tokens)
-            found = lifted.reshape(*lifted.shape[:2], apart, -1).amax(dim=-1).mT
+            of_block = lifted.reshape(*lifted.shape[:2], apart, -1).amax(dim=-1).mT
             into = largest[row, heads, :, pads:]
-            torch.maximum(into, found, out=into)
+            torch.maximum(into, of_block, out=into)
     reduced = "none" if group_reduce == "max" else group_reduce  # "max" is already reduced
     return (
         reduce_group(largest.flatten(1, 2), Hkv, reduced),

@@ -370,7 +370,7 @@ def _add_up(
 def _behind(factor, faded, next_factor, next_faded):
     """Combine two consecutive runs of votes into one.
 
-    Returns their common factor, and the vote that leaves the second run.
+    Returns the factor of both runs together, and the faded vote at the end of the second run.
     """
     both = tl.maximum(factor * next_factor, _LEAST_FACTOR)
     return both, tl.maximum(next_faded, next_factor * faded)
