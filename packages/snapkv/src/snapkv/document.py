@@ -77,7 +77,7 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in the document, T."""
+        """The length of the document in tokens, T."""
         return int(self.input_ids.shape[1])
 
     @property

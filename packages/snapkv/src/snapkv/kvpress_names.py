@@ -125,12 +125,7 @@ _MOVED |= {"app": "snapkv_app", "Library": "snapkv_app.Library"}
 
 
 def advice_for(name: str) -> str | None:
-    """Return a sentence that says what to write instead of a name that this package does not have.
-
-    Returns:
-        The sentence; None if the name is neither one of kvpress or of the authors' code, nor one
-        that has moved to another package.
-    """
+    """Return what to write instead of a name that this package does not have, or None."""
     if is_kvpress_name(name):
         return f"{name} is a name of kvpress. {instead_of(name)}"
     if name in _PATCHES:

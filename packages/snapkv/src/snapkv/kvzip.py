@@ -101,18 +101,9 @@ def read_twice(
 def read_for_policy(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
-    """Read the text before a question once or twice, as the cache's policy needs it.
+    """Read and compress the text before a question in the way that the cache's policy needs.
 
-    Changes `cache` in place: afterwards it holds the compressed text.
-
-    Args:
-        model: the model of the cache.
-        tokenizer: its tokenizer.
-        input_ids: (B, T) int64, without padding.
-        cache: an empty cache.
-
-    Raises:
-        SnapKVError: the same errors as in `read_context`, or as in a forward pass.
+    The errors are those of `read_context` and of a forward pass.
     """
     if cache.policy.needs_reconstruction_pass:
         read_twice(model, input_ids, cache, instruction_ids=instruction_of(tokenizer))
@@ -214,7 +205,7 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
 
 def _require_scorer(policy: Policy) -> KVzip:
-    """Return the `KVzip` policy inside `policy`, or `policy` itself if it is a `KVzip`.
+    """Return the `KVzip` policy that scores for `policy`, which may be `policy` itself.
 
     Raises:
         InvalidArgumentError: `policy` is not a `KVzip` and does not wrap one.
@@ -263,19 +254,10 @@ class _Observer:
         self._seen: PromptLayer | None = None
 
     def enter(self, states: Tensor) -> None:
-        """Store the norms of the hidden states from which a piece's queries are computed.
-
-        Args:
-            states: (B, N, hidden).
-        """
+        """Store the norms of the states that a piece's queries are computed from."""
         self._query_norms = torch.linalg.vector_norm(states.float(), dim=-1)
 
     def see(self, seen: PromptLayer) -> None:
-        """Update the scores with the attention that a piece pays to the text.
-
-        Args:
-            seen: the layer after the piece was read, with the queries of the piece.
-        """
         self._seen = _without_queries(seen)
         norms: dict[str, Any] = {}
         if self._plus:

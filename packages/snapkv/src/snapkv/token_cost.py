@@ -32,7 +32,7 @@ class TokenCost:
         return self.block_tokens - 1 if self.uneven else 0
 
     def held_bytes(self, tokens: int) -> int:
-        """Return the number of bytes of `tokens` kept tokens, rounded up to whole blocks."""
+        """Return how many bytes `tokens` kept tokens take, rounded up to whole blocks."""
         return -(-(tokens + self.spare_tokens) // self.block_tokens) * self.block_bytes
 
     def fitting_tokens(

@@ -244,7 +244,7 @@ def code_bits(word: str) -> tuple[int, int] | None:
 
 
 def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
-    """Raise if the parameters for pooling votes are out of range or contradict each other.
+    """Raise unless the parameters say without contradiction how votes are pooled.
 
     Raises:
         InvalidTypeError: a value has the wrong type.
@@ -264,7 +264,7 @@ def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
 
 
 def require_kernel(kernel_size: Any) -> None:
-    """Raise unless `kernel_size` is an odd width or a pair of two reaches, before and after.
+    """Raise unless `kernel_size` is an odd width, or a pair of how far it reaches to either side.
 
     Raises:
         InvalidTypeError: it holds something that is no integer.

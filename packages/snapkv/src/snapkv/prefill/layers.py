@@ -143,13 +143,7 @@ def _read_layer(
 
 
 def _read_norm(forward: Callable[..., Any], chunk_tokens: int, hidden_states: Tensor) -> Tensor:
-    """Run a norm on a long input in pieces, whose results overwrite `hidden_states` in place.
-
-    A norm computes on a float32 copy of its input, so pieces need less memory.
-
-    Returns:
-        (B, T, hidden), which is `hidden_states` itself if it was read in pieces.
-    """
+    """Run a norm in pieces and in place, because it computes on a float32 copy of its input."""
     if hidden_states.shape[1] <= chunk_tokens or torch.is_grad_enabled():
         normed: Tensor = forward(hidden_states)
         return normed

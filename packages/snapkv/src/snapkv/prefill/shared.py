@@ -53,7 +53,7 @@ class _Step:
     def append_to(self, cache: CompressedCache) -> None:
         """Append the recorded tokens to another cache, as if the model had read the prompt into it.
 
-        Changes `cache` in place. The cache selects as usual, and raises the same errors.
+        Changes `cache` in place.
         """
         assert self.call is not None
         assert self.last_output is not None
@@ -140,11 +140,7 @@ class SharedReading:
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Return whether the outputs of a shared reading are those that a call requests.
-
-    The call must request only logits, must hide no token, and must read each token at its usual
-    position.
-    """
+    """Return whether a call requests only logits, and neither hides nor moves a token."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     return not (
@@ -183,7 +179,7 @@ class _RecordingCache(CompressedCache, Hook):
 
 
 def shared_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Estimate the memory, in bytes, that a `SharedReading` of `tokens` tokens takes.
+    """Estimate how many bytes of memory a `SharedReading` of `tokens` tokens takes.
 
     It holds the queries, keys and values of all layers.
     """
