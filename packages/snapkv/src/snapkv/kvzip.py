@@ -98,7 +98,7 @@ def read_twice(
 
 
 @torch.no_grad()
-def read_for_policy(
+def read_as_wanted(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
     """Read and compress the text before a question in the way that the cache's policy needs.

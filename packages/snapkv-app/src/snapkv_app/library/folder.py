@@ -252,7 +252,7 @@ class Folder:
 
     # The last use of a document is the time of an empty file.
 
-    def record_use(self, key: str) -> None:
+    def note_asked(self, key: str) -> None:
         """Record that a question uses a document now; ignores that the folder is read-only."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
@@ -260,7 +260,7 @@ class Folder:
             place.touch()
             os.utime(place, ns=(now, now))
 
-    def last_used_at(self, key: str) -> int | None:
+    def asked_at(self, key: str) -> int | None:
         """Return the time of the last question that used a document, in nanoseconds.
 
         None if no question has used it.

@@ -12,7 +12,7 @@ from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.model_parts import max_positions
 from snapkv.hf.placement import device_of
-from snapkv.kvzip import read_for_policy
+from snapkv.kvzip import read_as_wanted
 from snapkv.policies import FullCache
 from snapkv_app.control_words import control_tokens
 from snapkv_app.library.about import About, document_ids
@@ -121,5 +121,5 @@ class Reader:
         return self._fill(self.empty_cache(), ids)
 
     def _fill(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:
-        read_for_policy(self._model, self._tokenizer, ids, cache)
+        read_as_wanted(self._model, self._tokenizer, ids, cache)
         return cache

@@ -78,10 +78,10 @@ class ReadIds:
         Raises:
             ValueError: some ids have another type or another number of rows.
         """
-        saved = {name: ids for name, ids in tensors.items() if name.startswith(_NAME)}
-        if any(ids.dtype != torch.int32 or ids.shape[:-1] != (rows,) for ids in saved.values()):
+        found = {name: ids for name, ids in tensors.items() if name.startswith(_NAME)}
+        if any(ids.dtype != torch.int32 or ids.shape[:-1] != (rows,) for ids in found.values()):
             raise ValueError(f"the token ids do not have {rows} rows")
-        parts = ((int(name.removeprefix(_NAME)), ids) for name, ids in saved.items())
+        parts = ((int(name.removeprefix(_NAME)), ids) for name, ids in found.items())
         return cls(tuple(sorted(parts, key=lambda part: part[0])))
 
     def require(self, start: int, ids: Tensor, seen: int, visible: Tensor | None) -> None:

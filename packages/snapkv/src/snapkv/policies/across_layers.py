@@ -156,7 +156,7 @@ class AcrossLayers(AroundScores):
                 "Read the prompt into a CompressedCache",
             )
         if not layer.depth:
-            self.policy.require_fit(layer)
+            self.policy.require_room(layer)
         if not prefix.slots:
             return None
         lengths = ops.on_device(prefix.lengths, layer.keys.device)[:, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snapkv.errors import InvalidTypeError, wrong
 from snapkv.parameters import WithParameters
-from snapkv.policies.spans import Spans, require_fit
+from snapkv.policies.spans import Spans, require_room
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection, VotesAtStake
 
 Need = Literal[
@@ -135,7 +135,7 @@ class Policy(metaclass=WithParameters):
         problem = f"{self!r} cannot keep tokens regardless of their scores"
         raise wrong("protect", problem, "Use SnapKV(budget=1024), or leave protect out")
 
-    def require_fit(self, layer: PromptLayer) -> None:
+    def require_room(self, layer: PromptLayer) -> None:
         """Check in the first layer that every layer can hold all protected tokens.
 
         This looks at sizes only, before any score is computed. The default accepts everything.
@@ -232,4 +232,4 @@ class EvictingPolicy(Policy):
         Raises:
             InvalidArgumentError: `spans` has more tokens than `room`.
         """
-        require_fit(self.name, spans.tokens, room, f"{beside}, as long as it generates")
+        require_room(self.name, spans.tokens, room, f"{beside}, as long as it generates")

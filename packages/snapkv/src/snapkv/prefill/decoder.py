@@ -151,7 +151,7 @@ class MemoryWatch:
         self.tokens = 0
         self.available_bytes: int | None = None
 
-    def remember(self, cache: CompressedCache, tokens: int) -> None:
+    def note(self, cache: CompressedCache, tokens: int) -> None:
         """Remember that a prompt of `tokens` tokens is being read into `cache`.
 
         Repeated calls for the same prompt change nothing.
