@@ -196,7 +196,7 @@ def bits_text(layers: Mapping[str, int]) -> str:
 
 
 def _later_tokens(layer: CompressedLayer) -> int:
-    """Return how many stored tokens of a layer came after the last compression."""
+    """Count the stored tokens of a layer that came after the last compression."""
     slots = layer.slots
     if not slots.chosen_at:
         return 0

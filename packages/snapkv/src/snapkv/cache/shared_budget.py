@@ -129,7 +129,7 @@ class SharedBudget:
         self._entries.append(_Entries(scores, columns, votes))
 
     def _row_budgets(self) -> list[int]:
-        """Return N, how many entries of all layers are kept, for each batch row.
+        """Return how many entries of all layers together are kept, N, for each batch row.
 
         A layer that has not been read counts with the heads of the first layer and with as many
         tokens as the policy ever keeps, so N never grows while the layers are read.

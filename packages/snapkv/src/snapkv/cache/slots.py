@@ -324,7 +324,7 @@ class SlotMap(RowRecord):
         return moved.with_kept(places.masked_fill(left_slots < 0, -1), columns)
 
     def removed_among_last(self, tokens: int, slots: int) -> list[int]:
-        """Count for each row how many of its last tokens the user has dropped.
+        """Count how many of the last tokens of each row the user has dropped.
 
         Args:
             tokens: how many of the last tokens to look at.

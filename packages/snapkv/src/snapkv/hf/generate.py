@@ -172,7 +172,11 @@ def _prefill(
 def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Make the model read the prompt in a pass of its own before the first drafts.
 
-    The drafts must attend to the compressed prompt, which exists only after that pass.
+    The drafts must attend to the compressed prompt, which exists only after that pass. This
+    replaces the `forward` of the model, in place, until the prompt has been read.
+
+    Raises:
+        SnapKVError: the prompt cannot be announced; see `PromptState.expect_prompt`.
     """
     model_kwargs = kwargs.get("model_kwargs") or {}
     if (prompt_state := _prompt_state_of(model_kwargs)) is not None:
@@ -329,7 +333,7 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 
 @contextlib.contextmanager
 def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Run continuous batching with the model's own attention, because it checks the name of it."""
+    """Run continuous batching with the model's own attention, because it checks its name."""
     installation = vars(model).get(INSTALLATION)
     unwrapped = contextlib.nullcontext() if installation is None else installation.unwrapped()
     with unwrapped, own(model, *args, **kwargs) as manager:

@@ -158,7 +158,8 @@ def _find_states(model: PreTrainedModel) -> States:
     """Find out by running the model how it handles its recurrent states.
 
     The model reads two tokens, the first recurrent state is filled with NaN, and the model reads
-    two more tokens. If their logits are finite, the model has reset its states.
+    two more tokens. If their logits are finite, the model has reset its states. A model without
+    such states gives `States.NONE`.
     """
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
@@ -214,7 +215,7 @@ def _find_rotations(
 
 
 def length_dependent_rope(config: Any) -> str | None:
-    """Return the `rope_type` under which keys depend on the length of the text; None if none do."""
+    """Return the `rope_type` of a config if its keys depend on the length of the text, else None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     kinds = (str(part.get("rope_type", "default")) for part in nested or [parameters])
