@@ -215,7 +215,7 @@ def _find_rotations(
 
 
 def length_dependent_rope(config: Any) -> str | None:
-    """Return the `rope_type` of a config if its keys depend on the length of the text, else None."""
+    """Return the `rope_type` if keys depend on the length of the text, or None if they do not."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     kinds = (str(part.get("rope_type", "default")) for part in nested or [parameters])
