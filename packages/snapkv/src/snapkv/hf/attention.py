@@ -145,7 +145,7 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> Attended:
-    """Attend as the implementation does; for a compressed cache, then compress the layer.
+    """Run the wrapped attention, and then compress the layer if its cache is a compressed one.
 
     Args:
         implementation: the name of the wrapped implementation.
@@ -293,7 +293,9 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read the end of a later prompt, let its queries vote on all stored tokens, and evict.
+    """Read the end of a later prompt, and then evict the tokens that its queries do not vote for.
+
+    The queries vote on all tokens that the layer stores.
 
     Raises:
         InvalidArgumentError: the policy does not work with this prompt, or a number cannot be
@@ -351,7 +353,9 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
-    """Compute attention over everything that a layer stores, in a captured decode step.
+    """Compute the attention to all tokens that a layer stores, in a captured decode step.
+
+    The queries replace the oldest ones that the layer holds, in place.
 
     Raises:
         UnsupportedModelError: attention weights are requested from eager attention.

@@ -36,7 +36,7 @@ def grows(layer: Any) -> bool:
 
 
 def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
-    """Return the cache layers that transformers makes for a model, with two corrections.
+    """Create the cache layers of transformers for a model, with two corrections.
 
     transformers mistakes cross attention for full attention, and it makes layers that the
     configuration names although they were pruned from the model.

@@ -355,7 +355,7 @@ class CompressedCache(Cache):
             self._require_states(new_tokens)
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
-        """Raise unless a prompt can be read in pieces of this size.
+        """Raise if a prompt cannot be read in pieces of this size.
 
         Args:
             prompt_end: how many tokens the cache will have seen when the prompt ends.
@@ -408,7 +408,7 @@ class CompressedCache(Cache):
         self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select batch rows of all layers, in the order of `beam_idx`.
+        """Reorder the batch rows of all layers, or select some of them.
 
         Does nothing if the cache is empty.
 
@@ -684,7 +684,7 @@ class CompressedCache(Cache):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that the cache was made for.
+        """The model for which the cache was made.
 
         Raises:
             CacheMismatchError: the model has been deleted; the cache does not keep it alive.
@@ -818,7 +818,7 @@ class CompressedCache(Cache):
         recall: Recall | None = None,
         recall_bytes: int | None = None,
     ) -> tuple[Self, dict[str, Tensor]]:
-        """Load a cache as `load` does, and the tensors that were passed to `save` as `beside`.
+        """Load a cache, and the tensors that were passed to `save` as `beside`.
 
         Args:
             path: the file.

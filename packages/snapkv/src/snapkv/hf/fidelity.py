@@ -81,7 +81,7 @@ class Doubt:
 
 
 class VoteCheck:
-    """Compares the votes in one cache with the attention of its model.
+    """Checks that the votes in a cache agree with the attention of its model.
 
     Attributes:
         doubts: the comparisons of this forward pass whose results have not been read yet.

@@ -261,7 +261,7 @@ def share(context: ForwardContext, keys: Tensor) -> None:
 
 
 def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor) -> None:
-    """Let the attention call of a layer find the layer by its keys, during captured decode steps.
+    """Make a layer known to its own attention call, during captured decode steps.
 
     The keys that its update returned are only those in the append buffer, and the layer holds more
     tokens.

@@ -483,7 +483,7 @@ def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
-    """Raise if the call asks transformers for a cache of another kind, such as an offloaded one.
+    """Raise if the call requests another kind of cache from transformers.
 
     Raises:
         InvalidArgumentError: `cache_implementation` is set.

@@ -81,9 +81,9 @@ def known_gate(model: PreTrainedModel) -> Gate | None:
 
 
 def remember_gate(gate: Gate) -> Path:
-    """Write a gate to a file, where later runs of its model find it.
+    """Save a gate to the file in which `known_gate` looks for it.
 
-    A gate that was stored for this model before is replaced.
+    A gate that was saved for the same model before is replaced.
 
     Returns:
         The path of the file.

@@ -203,7 +203,7 @@ def stored_mask(implementation: str, hidden_slots: Tensor | None, slots: int, qu
 
 
 def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
-    """Create the mask of `stored_mask` for flex attention.
+    """Create a mask over the stored slots for flex attention.
 
     Args:
         columns: (B, S + Q) bool, True for the slots that are not hidden.

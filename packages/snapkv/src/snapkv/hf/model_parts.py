@@ -339,18 +339,20 @@ def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int
 
 
 @contextlib.contextmanager
-def observing_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `note` with the hidden states that enter a module, in this thread and this block.
+def observing_inputs(module: Any, observe: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call a function with the inputs of a module during its forward passes within this block.
+
+    Forward passes in other threads are ignored.
 
     Args:
         module: the module.
-        note: receives (B, N, hidden) states before each forward pass of the module.
+        observe: receives (B, N, hidden) states before each forward pass of the module.
     """
     thread = threading.get_ident()
 
     def pass_on(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
-            note(named["hidden_states"] if "hidden_states" in named else inputs[0])
+            observe(named["hidden_states"] if "hidden_states" in named else inputs[0])
 
     hook = module.register_forward_pre_hook(pass_on, with_kwargs=True)
     try:

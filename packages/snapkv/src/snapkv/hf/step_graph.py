@@ -182,7 +182,7 @@ class StepGraph:
         self._input_kinds = self._replay = None
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run one decode step by replaying the captured one, or eagerly if there is none.
+        """Run a decode step, by replaying the captured step if there is one.
 
         Args:
             inputs: the keyword arguments of the model.
@@ -264,7 +264,7 @@ _said: "weakref.WeakKeyDictionary[Cache, str]" = weakref.WeakKeyDictionary()
 
 
 def described(cache: Cache) -> str | None:
-    """Return how the decode steps of a cache ran, for its report.
+    """Describe for the report of a cache how its decode steps were run.
 
     Returns:
         "one graph", or "eager: " followed by the reason; None if no capture has been tried.

@@ -93,7 +93,7 @@ class Setup:
 
     @property
     def codes(self) -> KVCodes | None:
-        """The quantized form of the kept tokens; None to store them in the dtype of the model.
+        """The quantized form of the kept tokens, or None if they are not quantized.
 
         Raises:
             InvalidArgumentError: `quantize` has an unknown value.
