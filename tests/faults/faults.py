@@ -65,7 +65,7 @@ _SEEDED = r"""
 -        self.store.finalize_step()
 +        self.store.finalize_step()
 @ a branch keeps room that nobody takes back | hf/test_step_graph.py
--        copied.leave_room()
+-        copied.release_append_buffer()
 @ notes stay in their row where rows change places | cache/test_layer_state.py
 -self.slots, self.state = self.slots.select_rows(beam_idx), self.state.select_rows(beam_idx)
 +self.slots = self.slots.select_rows(beam_idx)
@@ -112,7 +112,7 @@ _SEEDED = r"""
 +layer.offloaded.is_due = False
 @ what lies off the device goes into a file as it came, where few bits were asked for |
   storage/test_coded.py
--parts["offloaded"] = state_in_codes(both, codes)
+-parts["offloaded"] = quantize_state(both, codes)
 +parts["offloaded"] = tuple(both.values())
 @ parts of a file that do not fit together fill a layer | cache/test_saving.py
 -    if not fits:
@@ -492,8 +492,8 @@ _SEEDED = r"""
 -behind := prompt_state.tokens_behind(tokens)
 +behind := 0 * prompt_state.tokens_behind(tokens)
 @ a method that decodes by itself loses its streamer | hf/test_install.py
--given |= {"streamer": modes[-1]} if streams else {}
-+given |= {}
+-arguments |= {"streamer": modes[-1]} if streams else {}
++arguments |= {}
 @ new ids alone pass for all of a text | hf/test_generate.py
 -kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
 +kwargs.get("inputs_embeds"))

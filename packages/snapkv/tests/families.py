@@ -294,7 +294,7 @@ def left_padded(lengths, seed=0) -> tuple[torch.Tensor, torch.Tensor]:
 def require_integrity(layer):
     """The numbers of a compressed layer are those of its slots and its store."""
     slots, store = layer.slots, layer.store
-    assert layer.seen_tokens == slots.seen(store.slots), "tokens seen"
+    assert layer.seen_tokens == slots.count_seen(store.slots), "tokens seen"
     assert slots.chosen_slots <= store.slots, "slots of what was chosen"
     assert slots.chosen_at <= layer.seen_tokens, "tokens seen at the last choice"
     assert 0 <= slots.removed_tokens <= layer.seen_tokens, "tokens that are no columns"

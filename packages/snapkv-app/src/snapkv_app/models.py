@@ -27,7 +27,7 @@ from snapkv.policies import FullCache, Policy
 from snapkv.validation import first_line, nearest, require_choice, require_dtype
 from snapkv_app.model_places import hub_options, known_names, locate, not_found, place_of
 from snapkv_app.packages import DEMO
-from snapkv_app.plan.advice import require_room, weights_advice
+from snapkv_app.plan.advice import require_memory, weights_advice
 from snapkv_app.plan.shapes import SHAPES
 
 __all__ = ["DEMO", "LoadedModel", "load", "load_settings", "place_of"]
@@ -124,7 +124,7 @@ def load(
     with _explained(name):
         config = AutoConfig.from_pretrained(source.place, **hub)
         outline = _outline(config, trust_remote_code, options)
-        require_room(name, outline, torch_device)
+        require_memory(name, outline, torch_device)
         tokenizer = AutoTokenizer.from_pretrained(source.place, **hub)
         free = free_bytes(torch_device)
         with out_of_memory_explained(lambda: weights_advice(outline, torch_device, free)):

@@ -110,7 +110,7 @@ class PromptReader:
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
         return read(prefill=way)
 
-    def given(self) -> contextlib.AbstractContextManager[None]:
+    def reusing_prefill(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which the shared prefill replaces reading the prompt.
 
         This computes the shared prefill unless that was done before. The context manager does

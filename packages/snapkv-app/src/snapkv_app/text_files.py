@@ -105,7 +105,7 @@ def read(
     return found
 
 
-def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
+def read_with_notices(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
     """Read every source as `read` does, and write each of its notices to standard error.
 
     The errors are those of `read`.

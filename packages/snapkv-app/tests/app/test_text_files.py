@@ -536,7 +536,7 @@ def test_every_notice_is_given_one_time_and_names_its_file(tmp_path, capsys, mon
     path.write_bytes(path.read_bytes()[:-9])
     (tmp_path / "old.txt").write_bytes("Zoë".encode("latin-1"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
-    found, lines = text_files.read_noting([str(path), str(tmp_path), str(path), "-"])
+    found, lines = text_files.read_with_notices([str(path), str(tmp_path), str(path), "-"])
     assert len(found) == 6
     assert [line.partition(": it ")[0].partition(": exp")[0] for line in lines] == [
         f"partly read: {path}",

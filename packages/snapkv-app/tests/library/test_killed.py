@@ -170,7 +170,7 @@ def test_second_add_is_refused_and_names_the_first_process(library, tiny):
 
 def test_lock_is_held_on_a_full_disk():
     with open("/dev/full", "ab", buffering=0) as lock:
-        folder._write_if_room(lock, b"1")
+        folder._write_unless_full(lock, b"1")
         with pytest.raises(OSError, match="No space left"):
             lock.write(b"1")
 

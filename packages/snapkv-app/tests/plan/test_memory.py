@@ -13,7 +13,7 @@ from snapkv.errors import OutOfMemoryError, UnsupportedModelError
 from snapkv.hf import device_memory
 from snapkv.hf.device_memory import free_bytes, out_of_memory_explained
 from snapkv_app.models import load
-from snapkv_app.plan.advice import footprint_of_loaded, prompt_advice, prompt_bytes, require_room
+from snapkv_app.plan.advice import footprint_of_loaded, prompt_advice, prompt_bytes, require_memory
 from tests.families import random_ids, tiny_model
 from tests.plan.outlines import outline
 
@@ -55,7 +55,7 @@ def test_error_names_a_size_that_would_fit(memory, dtype, total, said):
     model = outline("llama-3.1-8b", dtype=dtype)
     takes = "15.0 GiB" if dtype == torch.bfloat16 else "29.9 GiB"
     with pytest.raises(OutOfMemoryError, match=f"the weights of it take {takes} in") as raised:
-        require_room("it", model, CPU)
+        require_memory("it", model, CPU)
     assert said in str(raised.value)
 
 
@@ -64,12 +64,12 @@ def test_weights_that_fit_exactly_or_have_unknown_size_pass(memory):
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
     for total in (needed, None):
         memory(total)
-        require_room("it", model, CPU)
+        require_memory("it", model, CPU)
     memory(needed - 1)
     with pytest.raises(OutOfMemoryError):
-        require_room("it", model, CPU)
+        require_memory("it", model, CPU)
     model.config.quantization_config = {"quant_method": "gptq"}
-    require_room("it", model, CPU)  # its bytes are not counted
+    require_memory("it", model, CPU)  # its bytes are not counted
 
 
 def test_total_memory_exceeds_the_free_memory():

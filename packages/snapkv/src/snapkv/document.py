@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.recall import begin_behind
+from snapkv.cache.recall import pad_in_front
 from snapkv.errors import InvalidTypeError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
@@ -124,7 +124,7 @@ class Document:
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = torch.arange(ids.shape[1]) >= pads[:, None]
         cache = self._cache_for(pads, longest)
-        cache.prompt_state.note_text(ids)
+        cache.prompt_state.record_text(ids)
         return {
             "input_ids": ids,
             "attention_mask": mask.long().to(ids.device),
@@ -168,7 +168,7 @@ class Document:
         for layer in cache.layers:
             layer.reorder_cache(torch.zeros(len(pads), dtype=torch.int64))
             if isinstance(layer, CompressedLayer):
-                begin_behind(layer, seen, pads, forget_queries=not hybrid)
+                pad_in_front(layer, seen, pads, forget_queries=not hybrid)
         return cache
 
     def save(self, path: str | Path, *, bits: Bits | KVCodes | None = None) -> None:
@@ -222,6 +222,9 @@ def _token_ids(question: Any) -> Tensor:
     Returns:
         A tensor of integers; `question` itself if it is one. An empty question of any type is
         accepted.
+
+    Returns:
+        (N,) integers. A nested list gives more axes, which `Document.inputs` refuses.
 
     Raises:
         InvalidTypeError: `question` holds something other than integers.

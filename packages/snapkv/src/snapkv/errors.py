@@ -12,7 +12,7 @@
     ├── InvalidTypeError (TypeError)        an argument has the wrong type
     ├── UnsupportedModelError (ValueError)  the model or its mask cannot be compressed correctly
     ├── MissingDependencyError (ImportError) an optional package is not installed
-    ├── OutputError (OSError)               a file cannot be written, for instance on a full disk
+    ├── OutputError (OSError)               a file cannot be written, for example on a full disk
     └── OutOfMemoryError (MemoryError)      the device is full; the message names what would fit
 
 Each message names the argument, the problem with the value, and the remedy. If an optional package
@@ -36,11 +36,11 @@ class PromptTooLongError(InvalidArgumentError):
 
 
 class BudgetTooSmallError(InvalidArgumentError):
-    """A budget in bytes cannot hold the tokens of a prompt that must be kept."""
+    """A budget in bytes is too small for the tokens of a prompt that must be kept."""
 
 
 class ModelNotFoundError(InvalidArgumentError):
-    """No model was found under the given name: it is no hub id, folder or file."""
+    """There is no model with this name, neither on the hub nor as a folder or a file."""
 
 
 class DocumentError(InvalidArgumentError):
@@ -60,10 +60,7 @@ class CacheMismatchError(InvalidArgumentError):
 
 
 class LibraryError(InvalidArgumentError):
-    """A library cannot be used.
-
-    The folder is not a library, or the library is damaged, in use, or was read by another model.
-    """
+    """A folder is not a library, or its library is damaged, in use, or of another model."""
 
 
 class InvalidTypeError(SnapKVError, TypeError):
@@ -79,7 +76,7 @@ class MissingDependencyError(SnapKVError, ImportError):
 
 
 class OutputError(SnapKVError, OSError):
-    """A result file cannot be written; a file that had its name before is unchanged."""
+    """A file cannot be written. If there was a file of the same name, it is unchanged."""
 
 
 class OutOfMemoryError(SnapKVError, MemoryError):

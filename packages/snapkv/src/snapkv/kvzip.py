@@ -26,7 +26,7 @@ from snapkv.errors import (
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.forward_context import Hook, hooked
-from snapkv.hf.model_parts import attention_modules, max_positions, noting_inputs
+from snapkv.hf.model_parts import attention_modules, max_positions, observing_inputs
 from snapkv.policies import KVzip, Policy, PromptLayer
 from snapkv.policies.criticalkv import projected_norms
 from snapkv.policies.kvzip import INSTRUCTION, most_attention
@@ -105,7 +105,7 @@ def read_twice(
             for layer, prompt in zip(cache.prompt_state.layers, prompts, strict=True):
                 # What follows is read only once, so it cannot be compared with this prompt.
                 cache.prompt_state.chooser.offer(layer, prompt, is_final=True)
-        cache.prompt_state.note_text(input_ids)
+        cache.prompt_state.record_text(input_ids)
     except BaseException:
         cache.reset()
         raise
@@ -139,7 +139,7 @@ def read_as_wanted(
     cache.expect_question(0)
     cache.expect_tokens(input_ids)
     model(input_ids, **passed(cache), logits_to_keep=1)
-    cache.prompt_state.note_text(input_ids)
+    cache.prompt_state.record_text(input_ids)
 
 
 def instruction_of(tokenizer: Any) -> list[int]:
@@ -195,7 +195,7 @@ def read_layers(
         hooks.enter_context(hooked(_Repetition(observers)))
         for index, observer in enumerate(observers if scorer.plus else ()):
             module = _attention_of_layer(model, index)
-            hooks.enter_context(noting_inputs(module, observer.enter))
+            hooks.enter_context(observing_inputs(module, observer.enter))
         for piece in torch.split(input_ids, chunk, dim=1):
             repeated = torch.cat([before, piece], dim=1)
             model(repeated, **passed(cache), logits_to_keep=1)
@@ -226,7 +226,9 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
-    """Raise if the policy needs a second reading, for a caller that reads a prompt only once.
+    """Raise if the policy needs a second reading of the prompt.
+
+    A caller that reads a prompt only once calls it first.
 
     Args:
         policy: the policy to check.
@@ -332,5 +334,6 @@ def _without_queries(layer: PromptLayer) -> PromptLayer:
 
 
 def _length(states: Tensor) -> Tensor:
+    """Return the Euclidean norm of each state; the last axis is removed."""
     length: Tensor = torch.linalg.vector_norm(states, dim=-1)
     return length

@@ -11,7 +11,7 @@ from snapkv.errors import BudgetTooSmallError, wrong
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """The bytes of tokens in one layer and row, for all heads together.
+    """The number of bytes that a token takes in one layer and row, for all heads together.
 
     Attributes:
         full_bytes: bytes of a token in the full cache.

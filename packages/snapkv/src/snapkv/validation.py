@@ -247,7 +247,7 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
 
 
 def code_bits(word: str) -> tuple[int, int] | None:
-    """Return how many bits a word such as "int4" or "K8V4" means for keys and for values.
+    """Parse a word such as "int4" or "K8V4" that says in how many bits keys and values are stored.
 
     Returns:
         The bits of a key and of a value, each 4 or 8; None if `word` has another form. Case does
@@ -455,7 +455,7 @@ def without_controls(text: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
-    """Return the remedy for a misspelt name, for `wrong`.
+    """Suggest similar names for a name that is not known, as the remedy of an error.
 
     Returns:
         "Did you mean ...?" with at most three candidates that are like `name`, or `otherwise` if

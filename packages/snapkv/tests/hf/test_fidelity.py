@@ -157,9 +157,9 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(
         far = torch.tensor([[99.0 * (prompt.layer_idx + at == wrong), 0, 0] for at in layers])
         return replace(doubt, found=doubt.found + far)
 
-    def watched(doubts, *unasked):
+    def watched(doubts, *deferred):
         judged.append([layer for doubt in doubts for layer in doubt.layers])
-        require_faithful(doubts, *unasked)
+        require_faithful(doubts, *deferred)
 
     monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
     monkeypatch.setattr(fidelity, "doubt_scores", doubtful)

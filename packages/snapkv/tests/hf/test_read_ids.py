@@ -88,7 +88,7 @@ def test_rows_of_beams_follow_their_texts():
 def test_parts_are_cut_and_each_row_of_beams_is_compared_with_its_own():
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     read_ids = ReadIds(((2, ids),))
-    (((start, left),),) = (read_ids.up_to(4).parts,)
+    (((start, left),),) = (read_ids.truncate(4).parts,)
     assert (start, left.tolist()) == (2, [[1, 2], [4, 5]])
     read_ids.select_rows(torch.tensor([0, 0, 1, 1])).require(2, ids, 5, None)
 

@@ -104,7 +104,7 @@ def test_two_heads_by_hand():
 @pytest.mark.parametrize("spread", [2**20, 1])
 def test_blocked_equals_the_reference(spread, monkeypatch):
     """Also where one block at a time is spread out."""
-    monkeypatch.setattr(blocked, "SPREAD_ELEMENTS", spread)
+    monkeypatch.setattr(blocked, "UNPACKED_ELEMENTS", spread)
     require_reference("blocked")
 
 

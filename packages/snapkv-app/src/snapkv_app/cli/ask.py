@@ -145,7 +145,7 @@ def _read_files(
         InvalidArgumentError: an option is impossible, or the policy refuses a parameter.
     """
     options.settings()
-    read, warnings = text_files.read_noting(files) if files else ([], [])
+    read, warnings = text_files.read_with_notices(files) if files else ([], [])
 
     announce_model(options.model)
     from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above

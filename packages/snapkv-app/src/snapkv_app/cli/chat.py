@@ -59,7 +59,7 @@ def chat(
     """
     _require_chat_options(options, files or [], recall)
     settings = options.settings()
-    read, warnings = text_files.read_noting(files) if files else ([], [])
+    read, warnings = text_files.read_with_notices(files) if files else ([], [])
 
     announce_model(options.model)
     policy = _policy_of(options, recall)  # imports torch, after the checks above

@@ -84,7 +84,7 @@ def inspect(files: panels.Documents, question: panels.Question, options: Inspect
     """
     require_question(question)
     settings, sizes = options.settings(), _read_budgets(options)
-    read, warnings = text_files.read_noting(files)
+    read, warnings = text_files.read_with_notices(files)
 
     announce_model(options.model)
     from snapkv_app.cli.policy import build_policy  # imports torch, after the checks above

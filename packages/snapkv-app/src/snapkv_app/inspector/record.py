@@ -172,17 +172,17 @@ def inspect_prompt(
     def ask(label: str, policy: Policy) -> BudgetRecord:
         begin_next()
         ends: list[PromptEnd] = []
-        given = reader.answer(policy, Exact(), Protection(), ends)
+        answer = reader.answer(policy, Exact(), Protection(), ends)
         cache = ends.pop().cache
-        counts, heads = kept_counts(cache.prompt_state.layers, given.prompt_tokens)
+        counts, heads = kept_counts(cache.prompt_state.layers, answer.prompt_tokens)
         kept = kept_of(cache.report(), counts, heads)
-        return BudgetRecord(label=label, answer=given, sentence=kept, counts=counts, heads=heads)
+        return BudgetRecord(label=label, answer=answer, sentence=kept, counts=counts, heads=heads)
 
     begin_next()
     ids = prompt_ids(loaded, prompt, settings)[:, : prompt.context_tokens(loaded.tokenizer)]
-    asked = prompt.question_tokens(loaded.tokenizer)
-    with reader.given():
-        adapted = [adapt_to_question(loaded.completed(policy), asked) for _, policy in policies]
+    tokens = prompt.question_tokens(loaded.tokenizer)
+    with reader.reusing_prefill():
+        adapted = [adapt_to_question(loaded.completed(policy), tokens) for _, policy in policies]
         voted = ballots(loaded, ids, adapted)
     full = ask(CHOSEN, FullCache()).answer
     others = [ask(label, policy) for label, policy in budgets]

@@ -143,7 +143,7 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness)
         if held == "whole":
             restore(layer, DenseStore.kind, state, SlotMap())
         elif held == "even":
-            slots = SlotMap().chosen(one.places, one.tokens)
+            slots = SlotMap().with_kept(one.places, one.tokens)
             restore(layer, DenseStore.kind, state, slots)
         else:
             restore_chosen(layer, keys, values, one.places, one.tokens)

@@ -314,7 +314,7 @@ class Folder:
                 lock.seek(0)
                 is_left = bool(lock.read(1))
                 lock.truncate(0)
-                _write_if_room(lock, b"%d\n" % os.getpid())
+                _write_unless_full(lock, b"%d\n" % os.getpid())
             if is_left:
                 self._remove_leftovers()
             self._changed = set()
@@ -479,7 +479,7 @@ def _unlink(file: Path) -> None:
         file.unlink()
 
 
-def _write_if_room(file: IO[bytes], data: bytes) -> None:
+def _write_unless_full(file: IO[bytes], data: bytes) -> None:
     """Write data to a file, and ignore a full disk, so that documents can still be removed."""
     try:
         file.write(data)

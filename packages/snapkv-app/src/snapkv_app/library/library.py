@@ -209,7 +209,7 @@ class Library:
         with self._changing():
             reader = self._reader_to_add(model, tokenizer, policy, bits, model_name)
             is_new = self.about is None
-            names = {} if is_new else self._passages.asked(lambda index: _names(index, texts))
+            names = {} if is_new else self._passages.query(lambda index: _names(index, texts))
             limit, outcomes = self._size_limit({text.key for text in texts}), []
             for done, text in enumerate(texts):
                 if on_progress:
@@ -243,7 +243,7 @@ class Library:
             max_bytes = require_int("max_bytes", max_bytes, minimum=0, maximum=None)
         self.required()
         with self._changing():
-            entries = self._passages.asked(lambda index: index.entries())
+            entries = self._passages.query(lambda index: index.entries())
             most_bytes = math.inf if max_bytes is None else max_bytes
             going = SizeLimit(self._folder, entries, most_bytes).too_many()
             if going and not evict:
@@ -297,7 +297,7 @@ class Library:
         most_bytes = None if self.about is None else self.about.max_bytes
         if most_bytes is None:
             return SizeLimit(self._folder, (), math.inf)
-        entries = self._passages.asked(lambda index: index.entries())
+        entries = self._passages.query(lambda index: index.entries())
         return SizeLimit(self._folder, entries, most_bytes, stay)
 
     def below(self, place: str) -> list[DocumentEntry]:
@@ -311,7 +311,7 @@ class Library:
         """
         if self._folder.about() is None:
             return []
-        return self._passages.asked(lambda index: index.below(place))
+        return self._passages.query(lambda index: index.below(place))
 
     def _entries_of(self, name: str) -> list[DocumentEntry]:
         """Return the documents that have a name, or that were read from the file with that path.
@@ -328,7 +328,7 @@ class Library:
             remedy = nearest(name, names, "See snapkv library list")
             raise wrong("name", f"the library has no document {name!r}", remedy, LibraryError)
 
-        return self._passages.asked(look_up)
+        return self._passages.query(look_up)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -380,7 +380,7 @@ class Library:
         """
         documents = require_int("documents", documents, minimum=1)
         self.required()
-        return self._passages.best(question, documents)
+        return self._passages.find_documents(question, documents)
 
     def record(self, hit: Hit) -> Record:
         """Return the record of a document that was found, with its text.

@@ -65,7 +65,7 @@ class Passages:
         self._memory: Index | None = None
         self._lock = threading.Lock()  # for the index in memory; SQLite locks files itself
 
-    def best(self, question: str, documents: int) -> list[Hit]:
+    def find_documents(self, question: str, documents: int) -> list[Hit]:
         """Return the documents that match a question best, each with its best passage.
 
         Args:
@@ -86,9 +86,9 @@ class Passages:
             index.update(anew=True)  # a record was overwritten, or changed during the search
             return _best(index, question, documents)
 
-        return self.asked(search)
+        return self.query(search)
 
-    def asked(self, ask: Callable[[Index], Found]) -> Found:
+    def query(self, ask: Callable[[Index], Found]) -> Found:
         """Update the index, and return the result of calling `ask` with it.
 
         If the index file fails, `ask` is called again with an index in memory. Both indexes are

@@ -154,7 +154,7 @@ def _free(available_bytes: int | None) -> str:
     return "" if available_bytes is None else f", and {format_bytes(available_bytes)} were free"
 
 
-def require_room(name: str, outline: Any, device: torch.device) -> None:
+def require_memory(name: str, outline: Any, device: torch.device) -> None:
     """Raise if the weights of a model are larger than the memory of the device.
 
     If the size of the weights or of the memory is unknown, nothing is raised.

@@ -52,7 +52,7 @@ def train(
     options: TrainOptions,
 ) -> None:
     """Train heads on the model's answers about documents; the model is not changed."""
-    read, warnings = text_files.read_noting(document)
+    read, warnings = text_files.read_with_notices(document)
 
     from snapkv_app.cli.loading import answers_progress, load_model
     from snapkv_lab.medusa.training import train_heads  # imports torch

@@ -98,7 +98,7 @@ def load_haystack(folder: str | None = None) -> Haystack:
     """
     if folder is None:
         return load_essays() or load_python_topics()
-    read, warnings = text_files.read_noting([folder])
+    read, warnings = text_files.read_with_notices([folder])
     return Haystack(
         name=Path(folder).resolve().name,
         pieces=tuple(document.text for document in read),

@@ -141,7 +141,7 @@ class Medusa:
             text = torch.cat([text, tokens[None]], dim=1)
             if streamer is not None:
                 streamer.put(tokens.cpu())
-        cache.prompt_state.note_text(text)
+        cache.prompt_state.record_text(text)
         if streamer is not None:
             streamer.end()
         return text

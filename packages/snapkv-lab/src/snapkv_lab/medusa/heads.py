@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 
 from snapkv.cache.saving.writing import replace_file, replacing
 from snapkv.errors import UnsupportedModelError, wrong
-from snapkv.hf.model_parts import noting_inputs
+from snapkv.hf.model_parts import observing_inputs
 from snapkv.hf.placement import device_of
 from snapkv.validation import first_line
 from snapkv_lab.medusa.tree import HEAD_RANKS
@@ -167,7 +167,7 @@ def record_last_states(model: Any) -> Iterator[LastStates]:
         UnsupportedModelError: the model has no output projection.
     """
     last = LastStates()
-    with noting_inputs(output_projection(model), lambda states: setattr(last, "value", states)):
+    with observing_inputs(output_projection(model), lambda states: setattr(last, "value", states)):
         yield last
 
 

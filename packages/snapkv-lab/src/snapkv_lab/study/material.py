@@ -36,7 +36,7 @@ def load_long_texts(
         DocumentError: a file cannot be read.
     """
     if files:
-        read, warnings = text_files.read_noting(files)
+        read, warnings = text_files.read_with_notices(files)
         return [(document.name, document.text) for document in read], tuple(warnings)
     haystack = load_haystack()
     starts = [len(haystack.pieces) * i // count for i in range(count)]

@@ -1,1 +1,1 @@
-"""The bookkeeping of a compressed cache: layers, slots, notes, reading, files; no attention."""
+"""What a compressed cache knows about its tokens: layers, slots, prompts, reports and files."""

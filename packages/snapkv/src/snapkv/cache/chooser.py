@@ -49,10 +49,16 @@ class Chooser:
             layer: the layer, which holds the whole prompt.
             prompt: the prompt's states in this layer.
             output: (B, Hq, Dv), the model's attention output of the prompt's last token.
-            check_votes: checks the votes of a group before it chooses. It may raise.
+            check_votes: checks the votes of a group before it selects. It may raise.
             may_wait: whether the layer may wait for later layers.
             is_final: whether later turns must not choose from this prompt again, even if all of it
                 is kept.
+
+        Raises:
+            UnsupportedModelError: the votes do not agree with the model's attention, or layers with
+                different numbers of heads share a budget.
+            InvalidArgumentError: the policy does not work with this prompt.
+            OutOfMemoryError: there is no room for the offloaded tokens.
         """
         while not self.group.add(layer, prompt, output, check_votes):
             self._choose(is_final=is_final)
@@ -60,11 +66,16 @@ class Chooser:
             self._choose(is_final=is_final)
 
     def finish(self) -> None:
-        """Let the layers that still wait choose: no later layer will join them."""
+        """Let the layers that are still waiting choose, since no later layer will join them.
+
+        Raises:
+            SnapKVError: the same errors as in `offer`.
+        """
         if self.group.layers:
             self._choose()
 
     def _choose(self, *, is_final: bool = False) -> None:
+        """Let the waiting group choose, or add it to the shared budget, and begin a new group."""
         group, self.group = self.group, LayerGroup()
         if group.check_votes is not None:
             group.check_votes(group)

@@ -10,9 +10,9 @@ from snapkv.storage.ragged_store import RaggedStore
 
 
 def absorb_tail(layer: CompressedLayer) -> None:
-    """Append the tokens after the prompt to each head of a ragged layer, so heads can evict them.
+    """Move the tokens after the prompt into the heads of a ragged layer, so heads can evict them.
 
-    A layer that is not ragged stays as it is.
+    Changes `layer` in place. A layer that is not ragged stays as it is.
     """
     store, tail = layer.store, layer.store.tail.tokens
     if not isinstance(store, RaggedStore) or not tail:
@@ -20,7 +20,7 @@ def absorb_tail(layer: CompressedLayer) -> None:
     columns, end = layer.stored_columns(), layer.columns
     layer.state = replace(layer.state, slot_scores=layer.state.scores_with(tail))
     store.absorb_tail()
-    layer.slots = layer.slots.chosen(columns, end)
+    layer.slots = layer.slots.with_kept(columns, end)
 
 
 def apply_eviction(layer: CompressedLayer, eviction: Eviction) -> None:
@@ -28,7 +28,11 @@ def apply_eviction(layer: CompressedLayer, eviction: Eviction) -> None:
 
     Args:
         layer: the layer, which changes in place.
-        eviction: what the policy has decided.
+        eviction: which slots the policy keeps, and its new scores.
+
+    Raises:
+        InvalidArgumentError: the policy moves attention sinks, and the heads hold different numbers
+            of tokens.
     """
     scores, heads, kept = eviction.scores, layer.keys.shape[1], eviction.keep_indices
     if kept is not None:

@@ -38,7 +38,7 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
         return {name: getattr(self, name) for name in self._state_names}
 
     def take_other_states(self, other: "HybridLayer") -> None:
-        """Copy the recurrent states of another layer into this one."""
+        """Replace the recurrent states of this layer by copies of those of another layer."""
         self.__dict__.update(copy.deepcopy(other.other_states))  # both layers change them in place
 
     @property
@@ -68,4 +68,4 @@ class HybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):
 
 
 _TOKEN_FIELDS = ("keys", "values", "is_initialized")
-"""What a layer of transformers has that a compressed one holds in its own way."""
+"""The attributes of a transformers layer that a compressed layer replaces by properties."""

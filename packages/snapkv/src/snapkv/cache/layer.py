@@ -50,9 +50,10 @@ class LayerIdentity:
 class CompressedLayer(DynamicLayer):
     """A cache layer that stores the keys and values of the kept tokens, in ascending positions.
 
-    The layer reports the length of everything it has seen, although it stores only a part of it.
-    The sliding-window layers of transformers do the same, so positions and masks are right. The
-    policy decides which tokens to keep, and `snapkv.hf.attention` decides when to ask the policy.
+    The layer reports the number of tokens that it has seen, although it stores only some of them.
+    The sliding-window layers of transformers do the same, so transformers computes the right
+    positions and masks. The policy decides which tokens to keep, and `snapkv.hf.attention` decides
+    when the policy selects.
 
     Attributes:
         codes: the quantized form of what is kept of a prompt; None to store it unchanged.
@@ -116,12 +117,13 @@ class CompressedLayer(DynamicLayer):
             key_states: (B, H, N, D).
             value_states: (B, H, N, Dv).
             *args: ignored.
-            coming: how many tokens of the same prompt follow these ones, if the policy may choose
-                at its end; None for tokens of no such prompt.
+            coming: how many tokens of the prompt follow these tokens; None if these tokens come
+                after the end of the prompt.
             **kwargs: ignored.
 
         Returns:
-            The keys and the values to attend to.
+            The (B, H', S, D) keys and (B, H', S, Dv) values that attention is passed. If heads
+            hold different numbers of tokens, only those of the tail; see `TokenStore`.
         """
         # The policy chooses from exact keys and values, so quantized ones become dense again.
         may_choose = self.slots.kept is None or self.chooses_again
@@ -133,29 +135,39 @@ class CompressedLayer(DynamicLayer):
         return self.store.append(key_states, value_states, coming or 0, in_place=not evicts)
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen, evicted ones included: positions continue from it."""
+        """Return the number of tokens seen, evicted ones included.
+
+        transformers counts the positions of new tokens from this number.
+        """
         return self.seen_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many columns the attention mask has and at which column it starts.
+        """Return how many columns the attention mask has, and the number of its first column.
 
-        The stored slots stand for the last columns of the full mask.
+        The stored slots are treated as the last columns of the full mask.
+
+        Args:
+            query_length: how many tokens the next forward pass reads.
         """
         if self.offloaded.is_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
         store = self.store
-        return store.tail.columns(query_length), self.slots.seen(store.unmasked_slots)
+        return store.tail.columns(query_length), self.slots.count_seen(store.unmasked_slots)
 
     def reset(self) -> None:
+        """Remove all tokens and everything that the layer remembers about them."""
         self.store, self.slots, self.state = DenseStore(), SlotMap(), type(self.state)()
         self._seen_tokens, self.queries.held = 0, None
         self.offloaded.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select batch rows in a new order; a row may be left out or repeated.
+        """Replace the batch rows by the rows `beam_idx`, in that order.
+
+        Does nothing if the layer is empty.
 
         Args:
-            beam_idx: (new B,) integers, the old row for every new one.
+            beam_idx: (new B,) integers, the old row for every new one. A row may be left out or
+                repeated.
         """
         if not self.store.is_filled:
             return
@@ -197,27 +209,30 @@ class CompressedLayer(DynamicLayer):
         copied.__dict__.update(self.__dict__)
         copied.offloaded, copied.store = copy.copy(self.offloaded), copy.copy(self.store)
         copied.queries = copy.copy(self.queries)
-        copied.leave_room()
+        copied.release_append_buffer()
         return copied
 
     # What the layer holds.
 
     @property
     def seen_tokens(self) -> int:
-        """Number of tokens seen, evicted and dropped ones included.
+        """The number of tokens that the layer has seen, evicted and dropped ones included.
 
         It is an int, or a tensor while the device counts the tokens of recorded steps.
         """
-        return self.slots.seen(self.store.slots) if self.store.has_room else self._seen_tokens
+        return self.slots.count_seen(self.store.slots) if self.store.has_room else self._seen_tokens
 
     @property
     def columns(self) -> int:
-        """Number of columns: the tokens seen, with padding and without what every row dropped."""
-        return self.slots.columns_by(self.store.slots)
+        """The number of columns: all tokens seen, padding included, but not the dropped tokens.
+
+        If the rows have dropped different numbers of tokens, the smallest number is left out.
+        """
+        return self.slots.count_columns(self.store.slots)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the stored keys and values, second copies included, measured on the tensors."""
+        """The bytes of the stored keys and values, including the copies of rotated sinks."""
         sinks = self.state.sink_keys
         return self.store.held_bytes + (0 if sinks is None else sinks.nbytes)
 
@@ -227,7 +242,13 @@ class CompressedLayer(DynamicLayer):
         return {}
 
     def stored_columns(self) -> Tensor:
-        """Return the column of the token in every slot: (B, H, S) int64, negative for no token."""
+        """Return the column of the token in every slot.
+
+        The layer must not be empty.
+
+        Returns:
+            (B, H, S) int64, negative for an empty slot.
+        """
         columns = self.slots.columns(self.store.slots, self.keys.device)
         return columns.expand(*self.keys.shape[:2], -1)
 
@@ -244,10 +265,10 @@ class CompressedLayer(DynamicLayer):
     # What else the wrapped attention needs from a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
-        """Remember the ids of the new tokens, for policies that look at tokens.
+        """Remember the ids of the new tokens, for policies that look at token ids.
 
-        They are added to the earlier ids of the same turn, but replace the ids of the last decode
-        step.
+        They are appended to the ids of the same turn. After the turn they replace the ids of the
+        last decode step.
 
         Args:
             token_ids: (B, N) integers.
@@ -262,18 +283,18 @@ class CompressedLayer(DynamicLayer):
     def select(
         self, kept: Tensor, tokens: int, counts: Counts | None = None, **changes: Any
     ) -> None:
-        """Keep some of the first `tokens` slots, and all slots after them.
+        """Keep some of the first `tokens` slots, and all slots after them. Evict the others.
 
         Args:
-            kept: (B, H', K) int64, slots as in `TokenStore.select`.
-            tokens: how many slots were chosen from.
-            counts: how many of them each head keeps, if heads differ.
+            kept: (B, H', K) int64, the slots to keep, as in `TokenStore.select`.
+            tokens: the number of slots from which they were selected.
+            counts: how many slots each head keeps; None if all heads keep the same number.
             **changes: new values for other fields of `slots`.
         """
         every_head = kept.expand(-1, max(kept.shape[1], self.store.keys.shape[1]), -1)
         columns = self.slots.columns_of(every_head, tokens)
         self.store = self.store.select(kept, tokens, counts)
-        self.slots = self.slots.chosen(columns, self.slots.columns_by(tokens), **changes)
+        self.slots = self.slots.with_kept(columns, self.slots.count_columns(tokens), **changes)
 
     def token_cost(self, query_heads: int) -> ops.TokenCost:
         """Return how many bytes the kept tokens of this layer take.
@@ -288,24 +309,37 @@ class CompressedLayer(DynamicLayer):
     def end_prompt(
         self, prompt: PromptLayer, selection: Selection | None = None, **lost: Tensor
     ) -> None:
-        """Record that the prompt has been read, and evict what was not selected.
+        """Record that the prompt has been read, and evict the tokens that were not selected.
 
         Args:
             prompt: the prompt's states in this layer. In a later turn, these are all tokens seen so
                 far or, without recall, all stored tokens.
             selection: what to keep; None to evict nothing now.
             **lost: the lost votes, as fields of `LayerState`.
+
+        Raises:
+            InvalidArgumentError: the selection moves attention sinks, and the heads hold different
+                numbers of tokens.
+            OutOfMemoryError: there is no room for the offloaded tokens.
         """
         slots = self.slots
         self.queries.end_prompt(prompt.queries)
         self.state = replace(self.state, **{"lost_mass": None, "lost_peak": None, **lost})
         pads = prompt.pad_tokens if slots.kept is None else slots.pads
-        self.slots = replace(slots, pads=pads, chosen_at=slots.seen(prompt.keys.shape[2]))
+        self.slots = replace(slots, pads=pads, chosen_at=slots.count_seen(prompt.keys.shape[2]))
         if selection is not None:
             self.keep(selection)
 
     def keep(self, selection: Selection) -> None:
-        """Keep the selected slots of a prompt; with recall, offload all tokens first."""
+        """Keep the selected tokens of a prompt, and evict the others.
+
+        A layer with recall offloads all tokens of the prompt first.
+
+        Raises:
+            InvalidArgumentError: the selection moves attention sinks, and the heads hold different
+                numbers of tokens.
+            OutOfMemoryError: there is no room for the offloaded tokens.
+        """
         tokens, kept = selection.prompt_tokens, selection.keep_indices
         self.offloaded.append_up_to(tokens, self.store)
         head_tokens, padding_slots = selection.head_tokens, selection.padding_slots
@@ -323,6 +357,8 @@ class CompressedLayer(DynamicLayer):
 
     def move_sinks(self, sink_tokens: int) -> None:
         """Rotate the keys of the attention sinks to the positions right before the other tokens.
+
+        Does nothing if no token has been evicted.
 
         Args:
             sink_tokens: how many of the first stored tokens are sinks.
@@ -352,36 +388,42 @@ class CompressedLayer(DynamicLayer):
 
     # Memory for the decode steps of one `generate`, which may be replayed without Python.
 
-    def take_room(self, tokens: int) -> None:
-        """Allocate memory for `tokens` more tokens, whose address is fixed until `leave_room`."""
+    def allocate_append_buffer(self, tokens: int) -> None:
+        """Allocate an append buffer of fixed address and size for the next `tokens` tokens.
+
+        Until `release_append_buffer`, new tokens are written into this buffer.
+        """
         self.store = self.store.with_room(tokens, self.slots.leading_padding)
         self.slots = self.slots.without_padding()
         self.queries.own()
 
-    def leave_room(self) -> None:
-        """Give up the fixed addresses; without effect if `take_room` was not called before."""
+    def release_append_buffer(self) -> None:
+        """Replace the fixed append buffer by one that grows.
+
+        Does nothing if there is no fixed buffer.
+        """
         if not self.store.has_room:
             return
         self.store.leave_room()
         if isinstance(self.store, RaggedStore) and self.store.was_dense:
             self._hold_dense(self.store)
-        self._seen_tokens = self.slots.seen(self.store.slots)
+        self._seen_tokens = self.slots.count_seen(self.store.slots)
         self.queries.own()
         self.store.finalize_step()
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
-        """Replace the stored tokens.
+        """Replace the stored tokens and their slots, and update the number of tokens seen.
 
         Args:
             store: the new keys and values.
             slots: which token is in which slot of `store`.
         """
         self.store, self.slots = store, slots
-        self._seen_tokens = slots.seen(store.slots)
+        self._seen_tokens = slots.count_seen(store.slots)
 
 
 def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:
-    """Return the scores of the kept slots of every head.
+    """Look up the scores of the slots that each head keeps.
 
     Args:
         scores: (B, `heads` or 1, S) float32, the score of every slot.

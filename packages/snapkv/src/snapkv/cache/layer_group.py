@@ -1,4 +1,4 @@
-"""Layers that have read a prompt and choose what they keep together, as rows of one batch.
+"""Groups of layers that select what they keep of a prompt together, as rows of one batch.
 
 A choice takes dozens of small operations. On a GPU, launching them takes longer than running them.
 So consecutive layers with tensors of the same shapes wait for each other, as long as they hold few
@@ -29,12 +29,12 @@ _MOST_BYTES = 128 << 20
 
 
 class LayerGroup:
-    """Consecutive layers that have read the prompt and will choose together.
+    """Consecutive layers that have read the prompt and will select their tokens together.
 
     Attributes:
         layers: the layers, in order.
-        prompts: what each of them has read.
-        check_votes: checks the votes of the group before it chooses; None for no check.
+        prompts: the states of the prompt in each layer.
+        check_votes: checks the votes of the group before it selects; None for no check.
         is_full: whether no further layer may join.
         reaches_last: whether the model's last layer is in the group.
     """
@@ -58,13 +58,13 @@ class LayerGroup:
         output: Tensor | None = None,
         check_votes: "Callable[[LayerGroup], None] | None" = None,
     ) -> bool:
-        """Add a layer, unless it does not follow the others or has tensors of other shapes.
+        """Add a layer to the group if it follows the last one and its tensors have the same shapes.
 
         Args:
             layer: the layer, which holds the whole prompt.
             prompt: the prompt's states in this layer.
             output: (B, Hq, Dv), the model's attention output of the prompt's last token.
-            check_votes: checks the votes of the group before it chooses.
+            check_votes: checks the votes of the group before it selects.
 
         Returns:
             Whether the layer was added. An empty group takes any layer.
@@ -95,16 +95,24 @@ class LayerGroup:
 
     @property
     def outputs(self) -> Tensor:
-        """The attention outputs of the last token of the prompt, as (layers * B, Hq, Dv)."""
+        """The attention outputs of all layers for the last token of the prompt.
+
+        Shape: (layers * B, Hq, Dv).
+        """
         outputs = self._outputs
         return outputs[0].detach() if len(outputs) == 1 else torch.cat(outputs).detach()
 
     def choose(self, policy: Policy, *, is_final: bool) -> None:
-        """Let the policy select what each layer keeps, and evict the rest.
+        """Let the policy select the tokens that each layer keeps, and evict the others.
 
         Args:
             policy: the policy of all layers.
             is_final: as for `Chooser.offer`.
+
+        Raises:
+            InvalidArgumentError: the policy does not work with this prompt, or a number cannot be
+                quantized.
+            OutOfMemoryError: there is no room for the offloaded tokens.
         """
         with ops.scoring(self.stack.keys):
             selection = checks.select(policy, self.stack, [one.layer_idx for one in self.prompts])
@@ -123,7 +131,10 @@ class LayerGroup:
     def _lost_votes(self, policy: Policy, selection: Selection | None) -> list[dict[str, Tensor]]:
         """Return the votes that each layer loses, as arguments for `CompressedLayer.end_prompt`.
 
-        They are empty if nothing is evicted, or if tokens were evicted before.
+        Returns:
+            One dictionary for each layer, with `lost_mass` and `lost_peak`, both (B, H) float32. It
+            is empty if nothing is evicted, if tokens were evicted before, or if the policy has no
+            votes.
         """
         nothing: list[dict[str, Tensor]] = [{}] * len(self.layers)
         if selection is None or self.layers[0].slots.kept is not None:
@@ -137,15 +148,15 @@ class LayerGroup:
 
 
 def most_bytes(device: torch.device) -> int:
-    """Return how many bytes a group of layers may hold on `device`."""
+    """Return how many bytes of keys and values a group of layers may hold on `device`."""
     return MOST_BYTES.get(device.type, _MOST_BYTES)
 
 
 def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
-    """Quantize the first slots of layers, in place.
+    """Quantize the first slots of several layers in place.
 
-    With recall, the exact keys and values are offloaded first. Consecutive layers of the same kind
-    are quantized together, up to `most_bytes`, because each call has to wait for the GPU once.
+    With recall, the exact keys and values are offloaded first. Consecutive layers with tensors of
+    the same shape are quantized together, up to `most_bytes`, because each call waits for the GPU.
 
     Args:
         kept: each layer with the number of its first slots that are quantized.
@@ -153,6 +164,7 @@ def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes |
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.
+        OutOfMemoryError: there is no room for the offloaded tokens.
     """
     if codes is None:
         return
@@ -174,6 +186,6 @@ def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes |
 
 
 def _stack_key(layer: CompressedLayer) -> tuple[Any, ...]:
-    """Return what layers must have in common to be quantized together."""
+    """Return the properties that layers must have in common to be quantized together."""
     keys, values = layer.keys, layer.values
     return keys.device, keys.dtype, keys.shape[-1], values.shape[-1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from snapkv.cache.chooser import Chooser
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.read_ids import ReadIds
-from snapkv.cache.recall import schedule_recall, set_aside
+from snapkv.cache.recall import offload_all, schedule_recall
 from snapkv.errors import (
     CacheMismatchError,
     InvalidTypeError,
@@ -30,6 +30,9 @@ def one_reading_refusal(policy: Policy, remedy: str) -> SnapKVError:
     Args:
         policy: the policy.
         remedy: what to do instead, as for `snapkv.errors.wrong`.
+
+    Returns:
+        An InvalidArgumentError, which the caller raises.
     """
     return wrong(
         "policy",
@@ -125,7 +128,16 @@ class PaddingTracker:
 
 
 def _full_mask(visible: Tensor, total: int) -> Tensor:
-    """Extend a mask that hides nothing to `total` columns; a mask that is long enough stays.
+    """Extend a mask that hides nothing to `total` columns.
+
+    A mask that is long enough is returned unchanged.
+
+    Args:
+        visible: (B, S) bool.
+        total: how many columns the mask needs.
+
+    Returns:
+        (B, at least `total`) bool.
 
     Raises:
         UnsupportedModelError: the mask is too short, and it hides something.
@@ -145,13 +157,17 @@ def _full_mask(visible: Tensor, total: int) -> Tensor:
 
 
 def _rows_without_eviction(layer: CompressedLayer) -> Tensor:
-    """Return which rows of a compressed layer still hold all their tokens: (B,) bool on the CPU."""
+    """Return a mask of the rows that still hold all their tokens in a compressed layer.
+
+    Returns:
+        (B,) bool on the CPU.
+    """
     slots = layer.slots
     # If all rows hold the same number of tokens, every row has evicted some. This needs no number
     # from the device.
     if slots.pads is None and slots.padding_slots is None and layer.store.ragged is None:
         return torch.zeros(len(layer.keys), dtype=torch.bool)
-    return slots.whole_rows().cpu()
+    return slots.rows_without_evictions().cpu()
 
 
 @dataclass(kw_only=True)
@@ -202,16 +218,17 @@ class PromptState:
 
     @property
     def policy(self) -> Policy:
-        """The policy, which all layers share."""
+        """The policy of the cache, which is the same in all layers."""
         return self.layers[0].policy
 
     @property
     def seen_tokens(self) -> int:
+        """The number of tokens that the first compressed layer has seen."""
         return self.layers[0].seen_tokens
 
     @property
     def rows(self) -> int:
-        """Number of batch rows; 0 while the cache is empty."""
+        """The number of batch rows, which is 0 while the cache is empty."""
         keys = self.layers[0].store.keys
         return 0 if keys is None else len(keys)
 
@@ -237,7 +254,7 @@ class PromptState:
             chooses_again: whether the next tokens end a prompt whose tokens are all selected from,
                 even if the end of the last prompt was not removed.
         """
-        self.read_ids = self.read_ids.up_to(self.seen_tokens)
+        self.read_ids = self.read_ids.truncate(self.seen_tokens)
         end = self.prompt_end
         if end is not None and end <= seen_before and (chooses_again or self.seen_tokens < end):
             self.prompt_end = None
@@ -247,7 +264,10 @@ class PromptState:
     # Where the prompt ends.
 
     def end_by(self, seen_tokens: int) -> int:
-        """Return where the prompt ends. If it was not announced, set its end to `seen_tokens`.
+        """Return how many tokens there are up to the end of the prompt.
+
+        If no end was announced, the prompt ends with the present forward pass: `prompt_end` is set
+        to `seen_tokens`.
 
         Args:
             seen_tokens: how many tokens will have been seen after the present forward pass.
@@ -261,7 +281,12 @@ class PromptState:
         return self.prompt_end
 
     def require_prompt(self, new_tokens: int) -> None:
-        """Raise if a forward pass would read a prompt wrongly. No layer has changed yet.
+        """Raise if the next forward pass cannot read its part of the prompt correctly.
+
+        Does nothing if the prompt has been read to its end. It is called before any layer changes.
+
+        Args:
+            new_tokens: how many tokens the forward pass reads.
 
         Raises:
             CacheMismatchError: the pass may contain draft tokens while the prompt's end is not
@@ -277,7 +302,10 @@ class PromptState:
             self.require_queries(self.seen_tokens + new_tokens)
 
     def require_end(self, new_tokens: int = 0) -> None:
-        """Raise unless the next forward pass can end the prompt.
+        """Raise if the next forward pass cannot read the end of the prompt.
+
+        Args:
+            new_tokens: how many tokens the forward pass reads; 0 if this is not known.
 
         Raises:
             CacheMismatchError: the pass may contain draft tokens while the prompt's end is not
@@ -300,16 +328,22 @@ class PromptState:
             )
 
     def tokens_behind(self, new_tokens: int) -> int:
-        """Return how many tokens of the forward pass come after the end of the prompt.
+        """Return how many tokens of the next forward pass come after the end of the prompt.
 
         The result is 0 for a pass that does not end an announced prompt.
+
+        Args:
+            new_tokens: how many tokens the forward pass reads.
         """
         if self.prompt_end is None or new_tokens <= 1 or not self.is_announced:
             return 0
         return max(0, self.seen_tokens + new_tokens - self.prompt_end)
 
     def require_choice(self, new_tokens: int) -> None:
-        """Raise if the forward pass ends a prompt at which the policy cannot select.
+        """Raise if the next forward pass ends a prompt that the policy would have to read twice.
+
+        Args:
+            new_tokens: how many tokens the forward pass reads.
 
         Raises:
             InvalidArgumentError: the policy needs a second reading of the text.
@@ -325,7 +359,9 @@ class PromptState:
             raise one_reading_refusal(policy, remedy)
 
     def expect_prompt(self, prompt_tokens: int) -> None:
-        """Announce that the prompt ends after `prompt_tokens` tokens; see `CompressedCache`.
+        """Announce how many tokens there are up to the end of the prompt.
+
+        See `CompressedCache.expect_prompt`.
 
         Raises:
             InvalidArgumentError: `prompt_tokens` is less than 1, or the policy needs queries that
@@ -352,9 +388,9 @@ class PromptState:
         schedule_recall(self.layers, is_prompt_next=self.is_coming)
 
     def require_one_choice(self) -> None:
-        """Raise if a stored turn would follow a prompt that only some rows have compressed.
+        """Raise if only some rows were compressed, and the tokens of the next turn will be stored.
 
-        The other rows would then select at the end of the turn.
+        The other rows would then select at the end of that turn.
 
         Raises:
             CacheMismatchError: some rows still hold all their tokens, while others do not.
@@ -384,13 +420,13 @@ class PromptState:
             )
 
     def require_queries(self, prompt_tokens: int) -> None:
-        """Raise if the policy needs queries of earlier turns, which are not held.
+        """Raise if the policy needs the queries of earlier turns and the layers do not hold them.
 
         Args:
             prompt_tokens: how many tokens there are up to the end of the prompt.
 
         Raises:
-            InvalidArgumentError: the policy needs them.
+            InvalidArgumentError: the policy needs queries that are not held.
         """
         layer = self.layers[0]
         most = layer.policy.most_tokens
@@ -423,7 +459,7 @@ class PromptState:
             self.require_arrived()
             self.read_ids = self.read_ids.on_host()
         except BaseException:
-            self.read_ids = self.read_ids.up_to(self.seen_tokens)
+            self.read_ids = self.read_ids.truncate(self.seen_tokens)
             if self.seen_tokens == seen:
                 self.prompt_end = before
                 schedule_recall(self.layers, is_prompt_next=self.is_coming)
@@ -447,7 +483,10 @@ class PromptState:
         self.require_chosen()
 
     def record_end(self, layer_idx: int) -> None:
-        """Record that a layer reads the end of the prompt or turn.
+        """Record that a layer is reading the end of the prompt or turn.
+
+        Args:
+            layer_idx: the index of the layer.
 
         Raises:
             CacheMismatchError: an earlier layer has not read it, or this layer reads it twice.
@@ -459,7 +498,7 @@ class PromptState:
         self.chooser.unread_layers = tuple(later)
 
     def require_chosen(self) -> None:
-        """Check that every layer has chosen what it keeps of the last prompt.
+        """Raise if a layer has not yet selected which tokens of the last prompt it keeps.
 
         Raises:
             CacheMismatchError: a layer did not read the prompt's end, or still waits to choose.
@@ -539,24 +578,30 @@ class PromptState:
         if self.read_ids.parts:
             self.read_ids.require(self.ids_start, ids, seen, visible)
 
-    def note_text(self, ids: Tensor) -> None:
+    def record_text(self, ids: Tensor) -> None:
         """Record the ids of the text that `generate` continues.
 
         Args:
             ids: (B, N) integers, which end with the tokens of the next forward pass.
         """
         if self.ids_start is not None:
-            self.read_ids = self.read_ids.followed_by(self.ids_start, ids)
+            self.read_ids = self.read_ids.replace_from(self.ids_start, ids)
 
     @contextlib.contextmanager
     def reading_text(self, ids: Tensor) -> Iterator[None]:
-        """Read (B, N) `ids` within this block, perhaps in pieces, and record them at its end."""
+        """Record the ids of the text that is read within this block, when the block ends.
+
+        The text may be read in several pieces. After an error, nothing is recorded.
+
+        Args:
+            ids: (B, N) integers, which end with the last token that the block reads.
+        """
         with self._temporarily(ids_start=None):
             yield
-        self.note_text(ids)
+        self.record_text(ids)
 
     def require_ids(self, tokens: int, rows: int | None) -> None:
-        """Raise unless the ids of the next tokens were announced.
+        """Raise if the token ids of the next forward pass have not been announced.
 
         Args:
             tokens: how many tokens are read next.
@@ -592,6 +637,7 @@ class PromptState:
 
     @contextlib.contextmanager
     def _temporarily(self, **states: Any) -> Iterator[None]:
+        """Set attributes within this block, and restore their former values afterwards."""
         before = {name: getattr(self, name) for name in states}
         vars(self).update(states)
         try:
@@ -616,15 +662,20 @@ class PromptState:
 
     @contextlib.contextmanager
     def in_pieces(self, layer: CompressedLayer, tokens: int) -> Iterator[None]:
-        """Let one layer alone read its next `tokens` tokens, in pieces, within this block.
+        """Let a single layer read its next `tokens` tokens in pieces within this block.
 
-        If this is not the end of the prompt, a layer with recall then offloads everything.
+        If the prompt goes on after these tokens, a layer with recall then offloads all its tokens.
+
+        Args:
+            layer: the layer, which changes in place.
+            tokens: how many tokens the block reads.
 
         Raises:
             CacheMismatchError: the prompt was not announced, and may contain draft tokens.
+            OutOfMemoryError: there is no room for the offloaded tokens.
         """
         end = self.end_by(layer.seen_tokens + tokens)
         with self._temporarily(is_piecewise=True):
             yield
         if layer.seen_tokens < end:
-            set_aside(layer)
+            offload_all(layer)

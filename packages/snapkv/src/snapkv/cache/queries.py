@@ -43,33 +43,46 @@ class QueryMemory:
 
     @property
     def last(self) -> Tensor | None:
-        """The queries that vote with the next turn: (B, Hq, N, D), or None if none are held."""
+        """The queries that vote with the next turn.
+
+        Shape: (B, Hq, N, D) with N up to `history_tokens`; None if no queries are held.
+        """
         return None if self.held is None else last_tokens(self.held, self.history_tokens)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the held queries take."""
+        """The number of bytes that the held queries take."""
         return 0 if self.held is None else self.held.nbytes
 
     # While a prompt or turn is read.
 
     def window(self, queries: Tensor, ahead_tokens: int = 0) -> Tensor:
-        """Return the last `window_tokens` + `ahead_tokens` queries, those of this pass included.
+        """Return the last queries, those of this pass included.
 
         Args:
             queries: (B, Hq, Q, D), the queries of this pass.
-            ahead_tokens: how many more queries to return.
+            ahead_tokens: how many more queries to return than `window_tokens`.
+
+        Returns:
+            (B, Hq, N, D), where N is `window_tokens` + `ahead_tokens`, or fewer if fewer are held.
         """
         if self.held is not None:
             queries = self._after_held(queries)
         return last_tokens(queries, self.window_tokens + ahead_tokens)
 
     def remember(self, queries: Tensor, ahead_tokens: int = 0) -> None:
-        """Hold a copy of `window(queries, ahead_tokens)` for the pieces of a prompt to come."""
+        """Hold a copy of the queries that `window` returns, for the next pieces of the prompt.
+
+        The arguments are those of `window`.
+        """
         self.held = self.window(queries, ahead_tokens).clone()
 
     def end_prompt(self, queries: Tensor) -> None:
-        """Hold a copy of the last of a prompt's queries, as many as are needed after it."""
+        """Hold a copy of the last `history_tokens` queries of a prompt.
+
+        Args:
+            queries: (B, Hq, N, D). If there are fewer, all of them are held.
+        """
         history = self.history_tokens
         self.held = queries[:, :, -history:].clone() if history else None
 
@@ -82,7 +95,10 @@ class QueryMemory:
 
         Args:
             queries: (B, Hq, Q, D), the queries of this step.
-            draft_tokens: how many more queries to hold, since `crop` may take these tokens back.
+            draft_tokens: how many more queries to hold, since `crop` may remove these tokens.
+
+        Returns:
+            (B, Hq, N, D).
         """
         history = self.history_tokens
         if not history:
@@ -95,12 +111,21 @@ class QueryMemory:
         return last_tokens(self.held, history)
 
     def write_over(self, queries: Tensor) -> None:
-        """Write a step's queries in place of the oldest ones held; the tensor stays the same."""
+        """Append the queries of a step and drop the oldest ones, without making a new tensor.
+
+        A captured step reads the tensor at its address. Does nothing if no queries are held.
+
+        Args:
+            queries: (B, Hq, Q, D).
+        """
         if (held := self.held) is not None:
             held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
 
     def own(self) -> None:
-        """Hold a copy of `last` that no other layer shares: a replayed step writes over it."""
+        """Replace the held queries by a copy of `last` that no other layer shares.
+
+        A replayed step writes into this copy.
+        """
         self.held = None if self.last is None else self.last.clone()
 
     # When the cache changes.
@@ -111,7 +136,11 @@ class QueryMemory:
             self.held = make(self.held)
 
     def select_rows(self, rows: Tensor) -> None:
-        """Hold the batch rows in another order."""
+        """Replace the batch rows of the held queries by the rows `rows`, in that order.
+
+        Args:
+            rows: (new B,) integers, the old row for every new one.
+        """
         self.change(lambda held: held.index_select(0, rows.to(held.device)))
 
     def crop(self, tokens: int) -> None:
@@ -124,8 +153,8 @@ class QueryMemory:
         A row that has no older tokens holds padding instead.
 
         Args:
-            stays: (B, columns) bool, which tokens stay.
-            positions: (B, columns) int64, their positions; negative for a pad.
+            stays: (B, columns) bool, True for the tokens that are not dropped.
+            positions: (B, columns) int64, their positions; negative for padding.
         """
 
         def left(held: Tensor) -> Tensor:
@@ -143,5 +172,13 @@ class QueryMemory:
 
 
 def last_tokens(queries: Tensor, tokens: int) -> Tensor:
-    """Return the last of (B, Hq, N, D) queries, or all of them if there are fewer."""
+    """Return the last `tokens` queries, or all of them if there are fewer.
+
+    Args:
+        queries: (B, Hq, N, D).
+        tokens: how many queries to return; a negative number counts as 0.
+
+    Returns:
+        A view of `queries`, (B, Hq, up to `tokens`, D).
+    """
     return queries[..., max(0, queries.shape[-2] - max(tokens, 0)) :, :]

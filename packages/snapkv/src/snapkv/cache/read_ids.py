@@ -14,7 +14,7 @@ _NAME = "read_ids."
 
 @dataclass(frozen=True)
 class ReadIds:
-    """The token ids of the text that a cache has read, as far as they are known.
+    """The known token ids of the text that a cache has read.
 
     Attributes:
         parts: the known parts of the text in ascending order, each as the column of its first token
@@ -24,17 +24,26 @@ class ReadIds:
 
     parts: tuple[tuple[int, Tensor], ...] = ()
 
-    def up_to(self, columns: int) -> Self:
+    def truncate(self, columns: int) -> Self:
         """Return the ids of the first `columns` columns."""
         cut = ((start, ids[:, : columns - start]) for start, ids in self.parts if start < columns)
         return type(self)(tuple(cut))
 
-    def followed_by(self, start: int, ids: Tensor) -> Self:
-        """Return the ids with everything from the column `start` on replaced by `ids`."""
-        return type(self)((*self.up_to(start).parts, (start, ids)))
+    def replace_from(self, start: int, ids: Tensor) -> Self:
+        """Return the ids with `ids` in place of everything from the column `start` on.
+
+        Args:
+            start: the column of the first of the new ids.
+            ids: (B, N) integers.
+        """
+        return type(self)((*self.truncate(start).parts, (start, ids)))
 
     def known_from_start(self) -> Tensor:
-        """Return the ids of all columns before the first unknown one: (B, N), on the CPU."""
+        """Return the ids of all columns before the first unknown one.
+
+        Returns:
+            (B, N) integers on the CPU; (1, 0) if the first column is unknown.
+        """
         known: list[Tensor] = []
         for start, ids in self.parts:
             if start != sum(part.shape[1] for part in known):
@@ -51,16 +60,16 @@ class ReadIds:
         return type(self)(tuple((start, ids[rows.to(ids.device)]) for start, ids in self.parts))
 
     def on_host(self) -> Self:
-        """Return the ids as int32 on the CPU."""
+        """Return a copy of the ids as int32 tensors on the CPU."""
         return type(self)(tuple((start, ids.int().cpu()) for start, ids in self.parts))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors to save in a file, by name."""
+        """Return the int32 tensors that are saved in a file, by name."""
         return {f"{_NAME}{start}": ids.int() for start, ids in self.parts}
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor], rows: int) -> Self:
-        """Find the ids among the tensors of a file, which may have none.
+        """Restore the ids from the tensors of a file, or no ids if the file has none.
 
         Args:
             tensors: all tensors of the file, by name.
@@ -113,5 +122,13 @@ class ReadIds:
 
 
 def _as_rows(states: Tensor, rows: int) -> Tensor:
-    """Repeat each row of `states`, the copies of a row next to each other: (rows, N)."""
+    """Repeat each row of `states` until there are `rows` rows; copies of a row are consecutive.
+
+    Args:
+        states: (B, N), where B divides `rows`.
+        rows: the number of rows of the result.
+
+    Returns:
+        (rows, N).
+    """
     return states.repeat_interleave(rows // len(states), dim=0)

@@ -1,4 +1,4 @@
-"""Recall: evicted tokens are offloaded and restored when a later prompt selects from all tokens."""
+"""Recall: offloaded tokens are restored before a layer reads a later prompt."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,9 +11,9 @@ from snapkv.storage.dense import DenseStore
 
 
 def schedule_recall(layers: Iterable[CompressedLayer], *, is_prompt_next: bool) -> None:
-    """Set whether each layer must restore its offloaded tokens before the next tokens are read.
+    """Set whether each layer must restore its offloaded tokens before it reads the next tokens.
 
-    This only sets `is_due`. The next update of a layer restores its tokens.
+    This only sets `OffloadedTokens.is_due`. The next update of a layer restores its tokens.
 
     Args:
         layers: the layers of one cache. Layers without recall stay as they are.
@@ -27,14 +27,17 @@ def schedule_recall(layers: Iterable[CompressedLayer], *, is_prompt_next: bool) 
 
 
 def restore_offloaded(layer: CompressedLayer) -> None:
-    """Put the offloaded tokens back in front of the newer ones, as if none had been evicted."""
+    """Restore the offloaded tokens of a layer, so that it stores every token in one dense store.
+
+    The layer changes in place. Does nothing if the layer stores all tokens exactly.
+    """
     layer.offloaded.is_due = False
     if _holds_all(layer):
         return
     tail = layer.store.last(layer.columns - layer.offloaded.tokens)
     keys, values = layer.offloaded.with_tail(*tail)
     store = DenseStore().fill(keys, values, layer.store.num_kv_heads)
-    layer.replace_tokens(store, layer.slots.whole())
+    layer.replace_tokens(store, layer.slots.without_evictions())
 
 
 def _holds_all(layer: CompressedLayer) -> bool:
@@ -42,24 +45,30 @@ def _holds_all(layer: CompressedLayer) -> bool:
     return layer.slots.kept is None and not layer.store.has_room and layer.store.is_exact
 
 
-def set_aside(layer: CompressedLayer) -> None:
-    """Offload all tokens of a layer between two pieces of a prompt, if the layer has recall."""
+def offload_all(layer: CompressedLayer) -> None:
+    """Offload all tokens of a layer, and store none of them until the next tokens are read.
+
+    Does nothing if the layer has no recall.
+
+    Raises:
+        OutOfMemoryError: there is no room for the offloaded tokens.
+    """
     offloaded, store, columns = layer.offloaded, layer.store, layer.columns
     if not offloaded.is_enabled:
         return
     offloaded.append_up_to(columns, store)
     none = torch.empty(*store.keys.shape[:2], 0, dtype=torch.int64, device=store.keys.device)
-    layer.replace_tokens(store.select(none, store.slots), layer.slots.chosen(none, columns))
+    layer.replace_tokens(store.select(none, store.slots), layer.slots.with_kept(none, columns))
     offloaded.is_due = True
 
 
-def begin_behind(
+def pad_in_front(
     layer: CompressedLayer, columns: int, pads: Tensor, *, forget_queries: bool
 ) -> None:
     """Put padding in front of the offloaded tokens of each row, so that all rows end together.
 
     Args:
-        layer: a layer after `set_aside`, which changes in place.
+        layer: a layer after `offload_all`, which changes in place.
         columns: how many columns each row has afterwards.
         pads: (B,) int64, how many of these columns are leading padding.
         forget_queries: whether to forget the queries that would vote with the next turn.

@@ -77,7 +77,7 @@ class CacheReport(dict[str, Any]):
         return cls(
             policy=policy,
             seen_tokens=compressed[0].seen_tokens,
-            dropped_tokens=_whole_number(compressed[0].slots.mean_removed),
+            dropped_tokens=_whole_number(compressed[0].slots.mean_dropped_tokens),
             chosen_at=compressed[0].slots.chosen_at,
             kept_tokens=_whole_number(mean),
             later_tokens=_later_tokens(compressed[0]),
@@ -117,12 +117,12 @@ class CacheReport(dict[str, Any]):
 
     @property
     def chosen_tokens(self) -> float:
-        """Number of tokens kept from the last prompt, without the tokens after it."""
+        """The number of tokens kept from the last prompt, without the tokens after it."""
         return self.kept_tokens - int(self["later_tokens"])
 
     @property
     def summary(self) -> str:
-        """One line that says how many tokens were seen and kept, and how many bytes they take."""
+        """A line that says how many tokens were seen and kept, and how many bytes they take."""
         share = self.held_bytes / self.full_bytes if self.full_bytes else 1.0
         later = self["later_tokens"]
         after = f" of {self.seen_tokens - later:,} and {later:,} after" if later else ""
@@ -181,7 +181,9 @@ def _bar(part: float, whole: float) -> str:
 
 
 def bits_text(layers: Mapping[str, int]) -> str:
-    """Describe the bits of a `CacheReport`, such as "in 4 bits (28 of 30 layers, else 8/4 or 8)".
+    """Describe in how many bits the layers of a cache store their keys and values.
+
+    The result is a phrase such as "in 4 bits (28 of 30 layers, else 8/4 or 8)".
 
     Args:
         layers: how many layers use each number of bits, the most frequent number first.
@@ -194,7 +196,7 @@ def bits_text(layers: Mapping[str, int]) -> str:
 
 
 def _later_tokens(layer: CompressedLayer) -> int:
-    """Return how many stored tokens of a layer came after the last compression."""
+    """Count the stored tokens of a layer that came after the last compression."""
     slots = layer.slots
     if not slots.chosen_at:
         return 0
@@ -204,7 +206,7 @@ def _later_tokens(layer: CompressedLayer) -> int:
 
 
 def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
-    """Measure one layer for the key `layers` of a report."""
+    """Return the entry of one layer in the list `layers` of a report."""
     if isinstance(layer, CompressedLayer):
         return {
             "layer": layer_idx,
@@ -228,14 +230,20 @@ def _layer_report(layer_idx: int, layer: Any) -> dict[str, Any]:
 
 
 def _bits(layers: Sequence[CompressedLayer]) -> dict[str, int]:
+    """Count how many layers store each number of bits, the most frequent number first."""
     held = Counter(layer.store.bits for layer in layers if layer.is_initialized)
     return dict(held.most_common())
 
 
 def _lost(layer: CompressedLayer, field: str) -> float | None:
-    """Return the mean of the lost votes in a `field` of the layer's state.
+    """Return the average of a measure of lost votes over all rows and heads of a layer.
 
-    It is 0 if nothing was evicted, and None if it is not known.
+    Args:
+        layer: the layer.
+        field: the name of the measure, `lost_mass` or `lost_peak`.
+
+    Returns:
+        The average; 0 if nothing was evicted, and None if it is not known.
     """
     lost = getattr(layer.state, field)
     if lost is None:

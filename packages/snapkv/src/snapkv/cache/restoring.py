@@ -16,7 +16,7 @@ def restore(layer: CompressedLayer, kind: str, stored: dict[str, Any], slots: Sl
     """Fill a layer with the tokens of a store that was saved.
 
     Args:
-        layer: an empty layer.
+        layer: an empty layer, which changes in place.
         kind: the `kind` of the store.
         stored: what the `state()` of the store has returned.
         slots: which token is in which slot of the store.
@@ -34,7 +34,7 @@ def restore_chosen(
     """Fill a layer with the tokens that were selected from a prompt, whose number differs by head.
 
     Args:
-        layer: an empty layer.
+        layer: an empty layer, which changes in place.
         keys: (B, H, K, D).
         values: (B, H, K, Dv).
         places: (B, H, K) int64, the columns of the tokens in ascending order, after a leading run
@@ -44,5 +44,5 @@ def restore_chosen(
     K = keys.shape[2]
     order = torch.arange(K, device=keys.device).where(places >= 0, -1)
     dense = DenseStore().fill(keys, values, keys.shape[1])
-    slots = SlotMap().chosen(places, tokens, chosen_at=tokens)
+    slots = SlotMap().with_kept(places, tokens, chosen_at=tokens)
     layer.replace_tokens(RaggedStore.gather(dense, order, K), slots)

@@ -31,7 +31,10 @@ def per_row(
 
 @dataclass(frozen=True, kw_only=True)
 class RowRecord:
-    """An immutable record of tensors, whose fields made by `per_row` follow the batch rows."""
+    """An immutable record whose tensors have one row for every row of the batch.
+
+    A subclass declares these fields with `per_row`.
+    """
 
     def select_rows(self, rows: Tensor) -> Self:
         """Return the record with the batch rows in a new order.
@@ -79,7 +82,7 @@ class RowRecord:
 
     @classmethod
     def restored(cls, state: dict[str, Any]) -> Self:
-        """Make a record from what `state` returned.
+        """Build a record from the dictionary that `state` returned.
 
         Raises:
             ValueError: a field is missing.

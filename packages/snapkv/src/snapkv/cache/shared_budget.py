@@ -34,10 +34,13 @@ from snapkv.storage.ragged import Counts
 
 
 class _Entries(NamedTuple):
-    """M entries: (M,) float32 scores, (M,) int32 columns, and votes.
+    """The scores, the columns and the votes of M entries.
 
-    `votes` are (2, M) float32, the window's votes and what `VotesAtStake.faded_shares`
-    makes of them; (0, M) for a policy without votes.
+    Attributes:
+        scores: (M,) float32.
+        columns: (M,) int32.
+        votes: (2, M) float32, the votes of the window, and their `VotesAtStake.faded_shares`;
+            (0, M) for a policy without votes.
     """
 
     scores: Tensor
@@ -46,7 +49,7 @@ class _Entries(NamedTuple):
 
 
 class SharedBudget:
-    """The entries that the layers hold of a prompt while it is read, and when they are evicted.
+    """Keeps a list of all entries that the layers hold of a prompt, and evicts the worst of them.
 
     Args:
         policy: the policy of all layers, which scores the entries.
@@ -57,8 +60,9 @@ class SharedBudget:
 
     def __init__(self, policy: AcrossLayers, first: PromptLayer, *, is_final: bool) -> None:
         self._policy, self._is_final, self._device = policy, is_final, first.keys.device
-        # For each layer and row, how many tokens a head would keep if all heads kept the same.
-        self._even = [
+        # For each layer and row, how many tokens a head would keep if all heads kept the same. They
+        # differ between layers, because a budget in bytes leaves a remainder to some of them.
+        self._even_counts = [
             policy.even_counts(first.at_depth(depth)) for depth in range(first.num_layers)
         ]
         self._layers: list[CompressedLayer] = []
@@ -70,19 +74,26 @@ class SharedBudget:
         self._lost_sums, self._lost_peaks = none, none  # of each head, over its evicted entries
 
     def add(self, group: LayerGroup) -> None:
-        """Add layers that have read the prompt, and evict what cannot be among the best entries.
+        """Add layers that have read the prompt, and evict entries that are not among the best.
 
-        After the model's last layer, all layers hold exactly what they keep.
+        Entries are evicted only if the layers hold too many. After the model's last layer, all
+        layers hold exactly the entries that they keep.
+
+        Args:
+            group: the layers that follow those added before.
 
         Raises:
+            InvalidArgumentError: the policy does not work with this prompt, or a number cannot be
+                quantized.
+            OutOfMemoryError: there is no room for the offloaded tokens.
             UnsupportedModelError: a layer has more heads than the first one.
         """
         stack, rows, depth = group.stack, len(group.prompts[0].keys), len(self._layers)
         if depth:
             counts = self._policy.even_counts(stack)
             by_layer = [counts[row : row + rows] for row in range(0, len(counts), rows)]
-            self._even[depth : depth + len(group)] = by_layer
-        scores = self._policy.score_layer(stack, self._even)
+            self._even_counts[depth : depth + len(group)] = by_layer
+        scores = self._policy.score_layer(stack, self._even_counts)
         heads, tokens = scores.shape[1:]
         self._layers += group.layers
         self._counts += [((tokens,) * heads,) * rows] * len(group)
@@ -118,7 +129,7 @@ class SharedBudget:
         self._entries.append(_Entries(scores, columns, votes))
 
     def _row_budgets(self) -> list[int]:
-        """Return N, how many entries of all layers are kept, for each batch row.
+        """Return how many entries of all layers together are kept, N, for each batch row.
 
         A layer that has not been read counts with the heads of the first layer and with as many
         tokens as the policy ever keeps, so N never grows while the layers are read.
@@ -135,16 +146,19 @@ class SharedBudget:
                 "Use SnapKV or AdaKV",
                 UnsupportedModelError,
             )
-        unread = len(self._even) - len(heads)
+        unread = len(self._even_counts) - len(heads)
         least = [0] * len(heads) + [self._policy.policy.most_tokens or 0] * unread
         heads += [heads[0]] * unread
-        rows = zip(*self._even, strict=True)
+        rows = zip(*self._even_counts, strict=True)
         return [sum(map(operator.mul, heads, map(max, row, least))) for row in rows]
 
     def _evict(self, budgets: Sequence[int]) -> None:
-        """Evict all entries of each batch row but its best, whose numbers are `budgets`.
+        """Evict every entry that is not among the best of its batch row.
 
         If no entry is evicted, the layers are left unchanged, unless the choice is final.
+
+        Args:
+            budgets: for each batch row, how many entries it keeps.
         """
         held = _Entries(*[torch.cat(each, dim=-1) for each in zip(*self._entries, strict=True)])
         self._entries = [held]
@@ -168,7 +182,15 @@ class SharedBudget:
         self._evict_unlisted(places, [0, *ends[:-1]])
 
     def _best(self, scores: Tensor, budgets: Sequence[int]) -> Tensor:
-        """Return (M,) bool: which entries are among the best of their batch row."""
+        """Return a mask of the entries that are among the best of their batch row.
+
+        Args:
+            scores: (M,) float32, the scores of all entries.
+            budgets: for each batch row, how many entries it keeps.
+
+        Returns:
+            (M,) bool.
+        """
         sizes, rows = [sum(row) for counts in self._counts for row in counts], len(budgets)
         pieces, best = torch.split(scores, sizes), []
         for row, budget in enumerate(budgets):
@@ -177,7 +199,7 @@ class SharedBudget:
         return torch.cat(list(itertools.chain(*zip(*best, strict=True))))
 
     def _head_sizes(self) -> list[int]:
-        """Return how many entries each head holds: by layer, batch row and head."""
+        """Return the number of entries in each head, ordered by layer, batch row and head."""
         return list(itertools.chain(*itertools.chain(*self._counts)))
 
     def _add_lost(self, lost: Tensor, sizes: Sequence[int]) -> None:
@@ -196,7 +218,7 @@ class SharedBudget:
         self._lost_peaks = peaks.scatter_reduce(0, head, lost[1], "amax")
 
     def _evict_unlisted(self, places: Tensor, starts: Sequence[int]) -> None:
-        """Evict what is no longer listed from the stores of the layers.
+        """Remove the tokens that are no longer listed as entries from the stores of the layers.
 
         Args:
             places: (M,) int64, where each listed entry was listed before.
@@ -215,9 +237,12 @@ class SharedBudget:
                 _keep_columns(layer, counts, columns)
 
     def _columns(self) -> Iterator[Tensor]:
-        """Yield (B, H, K) int32 for each layer: the columns of its entries, after a run of -1.
+        """Yield the columns of the entries of each layer.
 
         All layers share one block of memory, which takes few operations to fill.
+
+        Yields:
+            (B, H, K) int32 for each layer, ascending after a run of -1.
         """
         shapes = [(len(counts), len(counts[0]), max(map(max, counts))) for counts in self._counts]
         sizes = self._head_sizes()
@@ -231,7 +256,16 @@ class SharedBudget:
         return map(Tensor.view, torch.split(block, list(map(math.prod, shapes))), shapes)
 
     def _finish(self, prompt_tokens: int) -> None:
-        """Quantize what is kept, if the layers are to do so, and tell each which votes it lost."""
+        """Quantize the kept tokens, and store in each layer how many votes it has lost.
+
+        Without a quantized form, the tokens stay as they are.
+
+        Args:
+            prompt_tokens: how many tokens the prompt has.
+
+        Raises:
+            InvalidArgumentError: a number cannot be quantized.
+        """
         kept = ((layer, layer.slots.kept_slots(prompt_tokens)) for layer in self._layers)
         quantize_slots(kept, self._layers[0].codes)
         if not len(self._lost_sums):  # every entry is kept, or the policy has no votes
@@ -250,7 +284,7 @@ class SharedBudget:
 
 
 def _keep_rows(layer: CompressedLayer, rows: Tensor, counts: Counts, columns: Tensor) -> None:
-    """Keep different tokens in every head of a prompt; with recall, offload all tokens first.
+    """Keep some tokens of each head, and evict the others. With recall, offload all tokens first.
 
     Args:
         layer: the layer, which changes in place.
@@ -260,17 +294,17 @@ def _keep_rows(layer: CompressedLayer, rows: Tensor, counts: Counts, columns: Te
             than K.
     """
     tokens, device, ids = layer.store.slots, layer.keys.device, layer.state.token_ids
-    seen_columns = layer.slots.columns_by(tokens)
+    seen_columns = layer.slots.count_columns(tokens)
     layer.offloaded.append_up_to(tokens, layer.store)
     layer.store = store = layer.store.as_ragged(None, tokens)
     store.select_flat(rows.to(device), counts)
-    layer.slots = layer.slots.chosen(columns.to(device), seen_columns, padding_slots=None)
+    layer.slots = layer.slots.with_kept(columns.to(device), seen_columns, padding_slots=None)
     ids = None if ids is None else ids[:, tokens:]
     layer.state = replace(layer.state, head_notes=None, token_ids=ids)
 
 
 def _keep_columns(layer: CompressedLayer, counts: Counts, columns: Tensor) -> None:
-    """Evict all tokens of a layer with one KV head but those in some columns.
+    """Keep the tokens in some columns of a layer with a single KV head, and evict the others.
 
     Such a layer stays dense, with padding in batch rows that keep fewer than K tokens.
 

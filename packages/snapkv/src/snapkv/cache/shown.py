@@ -23,7 +23,7 @@ _INCOMPLETE_CHARACTER = "\ufffd"
 def page_of(
     state: PromptState, report: CacheReport, tokenizer: Any, input_ids: Tensor | None
 ) -> Page:
-    """Build the page of `CompressedCache.show`.
+    """Build the page that `CompressedCache.show` returns.
 
     Args:
         state: the state of the cache, which must have a single row.
@@ -83,7 +83,7 @@ def kept_of(report: CacheReport, counts: Tensor, heads: int) -> str:
 
 
 def kept_counts(layers: Sequence[CompressedLayer], tokens: int) -> tuple[Tensor, int]:
-    """Count for each of the first tokens the heads that keep it, in a cache with one row.
+    """Count how many heads keep each of the first `tokens` tokens, in a cache with one row.
 
     Returns:
         (tokens,) int64 on the CPU, and how many heads all layers have together.
@@ -117,10 +117,10 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _require_showable(state: PromptState) -> None:
-    """Raise unless the cache has one row, has read its prompt to the end, and dropped no spans.
+    """Raise if a page cannot show which tokens the cache keeps.
 
     Raises:
-        InvalidArgumentError: it has several rows.
+        InvalidArgumentError: the cache has several rows.
         CacheMismatchError: the prompt was not read to its end, or spans of it were dropped.
     """
     slots, rows = state.layers[0].slots, state.rows
@@ -148,12 +148,15 @@ def _require_showable(state: PromptState) -> None:
 
 
 def _ids_read(state: PromptState, given: Tensor | None) -> Tensor:
-    """Return the ids of all tokens that a cache with one row has read: (seen,) integers.
+    """Return the ids of all tokens that a cache with one row has read.
 
     Args:
         state: the state of the cache.
-        given: (1, N) or (N,) integers, the ids as the caller gives them; None to use those that
+        given: (1, N) or (N,) integers, the ids that the user has passed; None to use the ids that
             the cache knows.
+
+    Returns:
+        (seen,) integers.
 
     Raises:
         InvalidTypeError: `given` is not a tensor of integers with one or two axes.

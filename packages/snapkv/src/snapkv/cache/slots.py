@@ -55,11 +55,15 @@ class SlotMap(RowRecord):
 
     @functools.cached_property
     def chosen_slots(self) -> int:
+        """The number of slots for the tokens that were selected from a prompt, empty ones too."""
         return 0 if self.kept is None else self.kept.shape[-1]
 
     @functools.cached_property
     def evicted_tokens(self) -> int:
-        """Number of columns without a slot, if all heads and rows have the same number of slots."""
+        """The number of columns that were selected from, minus the number of `chosen_slots`.
+
+        This is how many tokens a head has evicted if it has neither padding nor empty slots.
+        """
         return self.start - self.chosen_slots
 
     @functools.cached_property
@@ -68,29 +72,32 @@ class SlotMap(RowRecord):
         return self.kept is not None and self.chosen_at > 0
 
     def kept_slots(self, prompt_tokens: int) -> int:
-        """Return how many slots a prompt of `prompt_tokens` tokens occupies after compression."""
+        """Return how many slots a prompt of `prompt_tokens` tokens takes after its compression."""
         return prompt_tokens if self.kept is None else self.chosen_slots
 
-    def columns_by(self, slots: Count) -> Count:
-        """Return how many columns a layer with `slots` slots has seen."""
+    def count_columns(self, slots: Count) -> Count:
+        """Count the columns of a layer that has `slots` slots."""
         return self.start + slots - self.chosen_slots
 
-    def seen(self, slots: Count) -> Count:
-        """Return how many tokens a layer with `slots` slots has seen.
+    def count_seen(self, slots: Count) -> Count:
+        """Count the tokens that a layer with `slots` slots has seen.
 
         Args:
             slots: an int, or a tensor if the device counts. The result has the same type.
         """
-        return self.removed_tokens + self.columns_by(slots)
+        return self.removed_tokens + self.count_columns(slots)
 
     @property
     def leading_padding(self) -> Tensor | None:
-        """Number of leading slots of each row that hold no token: (B,) int64, or None for none."""
+        """The number of leading slots in each row that hold no token.
+
+        Shape: (B,) int64; None if there are none.
+        """
         return self.pads if self.kept is None else self.padding_slots
 
     @functools.cached_property
     def hidden_slots(self) -> Tensor | None:
-        """The `leading_padding`, or None if it is zero in every row."""
+        """The `leading_padding`, (B,) int64, or None if it is zero in every row."""
         # Reading the tensor waits for the device, so the result is cached.
         padding = self.leading_padding
         return padding if padding is not None and bool(padding.any()) else None
@@ -100,11 +107,15 @@ class SlotMap(RowRecord):
     def columns(self, slots: int, device: torch.device) -> Tensor:
         """Return the column of the token in each of `slots` slots.
 
+        Args:
+            slots: how many slots the layer has, S.
+            device: the device of the result.
+
         Returns:
             (B, H, S) int64 on `device`, negative for an empty slot. If nothing has been evicted,
             (1, 1, S), because the columns are the same in all rows and heads.
         """
-        later = torch.arange(self.start, self.columns_by(slots), device=device)
+        later = torch.arange(self.start, self.count_columns(slots), device=device)
         if self.kept is None:
             return later[None, None]
         return torch.cat([self.kept.long(), later.expand(*self.kept.shape[:2], -1)], dim=-1)
@@ -147,7 +158,7 @@ class SlotMap(RowRecord):
         return ranks + _sum_up_to(ranks, after, sums)
 
     def visible_columns(self, columns: int, rows: int, device: torch.device) -> Tensor:
-        """Return which of the first `columns` columns are tokens and not padding.
+        """Return a mask of the first `columns` columns that hides padding.
 
         Returns:
             (rows, columns) bool on `device`. Tokens that are yet to be read count as tokens, and
@@ -158,10 +169,13 @@ class SlotMap(RowRecord):
             first = first + self.pads[:, None]
         return torch.arange(columns, device=device) >= first
 
-    def whole_rows(self) -> Tensor:
-        """Return which rows still hold all their tokens in every head: (B,) bool.
+    def rows_without_evictions(self) -> Tensor:
+        """Return a mask of the rows that still hold all their tokens in every head.
 
         The layer must have evicted tokens.
+
+        Returns:
+            (B,) bool.
         """
         assert self.kept is not None
         columns = torch.arange(self.evicted_tokens, self.start, device=self.kept.device)
@@ -169,17 +183,17 @@ class SlotMap(RowRecord):
         is_held = (self.kept == columns) | (columns < pads[:, None, None])
         return is_held.flatten(1).all(dim=1) & (pads >= self.evicted_tokens)
 
-    def whole_tail(self, slots: int) -> int:
-        """Count the tokens at the end that every head of every row still stores without a gap.
+    def count_unbroken_tail(self, slots: int) -> int:
+        """Return how many of the last tokens are stored by every head of every row without a gap.
 
-        The layer must have evicted tokens. One stored token is not counted, since a crop must leave
-        a token before those that it removes.
+        The layer must have evicted tokens. One stored token is not counted, because a crop must
+        leave a token in front of the tokens that it removes.
 
         Args:
             slots: how many slots the layer has.
         """
         assert self.kept is not None
-        columns, end = self.columns(slots, self.kept.device), self.columns_by(slots)
+        columns, end = self.columns(slots, self.kept.device), self.count_columns(slots)
         last = torch.arange(end - columns.shape[-1], end, device=columns.device)
         whole = (columns == last).flip(-1).cumprod(dim=-1).sum(dim=-1)
         pads = 0 if self.pads is None else self.pads[:, None, None]
@@ -187,10 +201,13 @@ class SlotMap(RowRecord):
         return int(whole.minimum(held - 1).min())
 
     def evicted_by_row(self) -> Tensor:
-        """Return how many tokens each row has evicted, padding not counted: (B,) int64.
+        """Count the tokens that each row has evicted. Padding is not counted.
 
         The layer must have evicted tokens, and all heads of a row must hold the same number of
         them.
+
+        Returns:
+            (B,) int64.
         """
         assert self.kept is not None
         dropped = torch.full(self.kept.shape[:1], self.evicted_tokens, device=self.kept.device)
@@ -200,22 +217,22 @@ class SlotMap(RowRecord):
 
     # Changing the map.
 
-    def chosen(self, kept: Tensor, columns: int, **changes: Any) -> Self:
-        """Return the map after tokens were selected from the first columns.
+    def with_kept(self, kept: Tensor, columns: int, **changes: Any) -> Self:
+        """Return the map of a layer that keeps only some of its first columns.
 
         Args:
-            kept: (B, H, K) integers, the columns that are kept; -1 for an empty slot.
-            columns: how many columns they were selected from. All later ones are kept.
+            kept: (B, H, K) integers, the columns to keep; -1 for an empty slot.
+            columns: the number of columns from which they were selected. All later columns stay.
             **changes: new values for other fields.
         """
         return replace(self, kept=kept.to(torch.int32), start=columns, **changes)
 
-    def whole(self) -> Self:
-        """Return the map of a layer that holds every column again."""
+    def without_evictions(self) -> Self:
+        """Return the map of a layer that stores every column, as if nothing had been evicted."""
         return replace(self, kept=None, start=0, padding_slots=None)
 
     def without_padding(self) -> Self:
-        """Return the map of a ragged store, whose heads hold no padding."""
+        """Return the map in which padding slots are marked as empty, as a ragged store needs it."""
         if self.padding_slots is None or self.kept is None:
             return self
         slots = torch.arange(self.chosen_slots, device=self.kept.device)
@@ -223,8 +240,13 @@ class SlotMap(RowRecord):
         return replace(self, kept=self.kept.masked_fill(is_padding, -1), padding_slots=None)
 
     def cropped(self, tokens: int, slots: int) -> Self:
-        """Return the map without the last `tokens` tokens, which leaves `slots` slots."""
-        seen, columns = self.seen(slots), self.columns_by(slots)
+        """Return the map after the last `tokens` tokens were removed.
+
+        Args:
+            tokens: how many tokens were removed.
+            slots: how many slots are left.
+        """
+        seen, columns = self.count_seen(slots), self.count_columns(slots)
         if columns and slots >= self.chosen_slots and self.chosen_at <= seen:
             return self
         return replace(
@@ -237,20 +259,20 @@ class SlotMap(RowRecord):
     # Spans that the user drops.
 
     def row_tokens(self, rows: int, slots: int) -> list[int]:
-        """Count the tokens that each row has seen, with dropped tokens and without padding.
+        """Count the tokens that each row has seen. Dropped tokens count, and padding does not.
 
         Args:
             rows: how many rows the batch has.
             slots: how many slots the layer has.
         """
-        seen = self.seen(slots)
+        seen = self.count_seen(slots)
         pads = [0] * rows if self.pads is None else self.pads.tolist()
         removed = (each.tokens - self.removed_tokens for each in self.removed_spans_of(rows))
         return [seen - own_pads + more for own_pads, more in zip(pads, removed, strict=True)]
 
     @property
-    def mean_removed(self) -> float:
-        """Mean number of tokens that the user has dropped from a row."""
+    def mean_dropped_tokens(self) -> float:
+        """The average number of tokens that the user has dropped from a row."""
         if self.removed_spans is None:
             return 0
         return float(
@@ -258,7 +280,7 @@ class SlotMap(RowRecord):
         )
 
     def removed_spans_of(self, rows: int) -> list[Spans]:
-        """Return the spans that the user has dropped from each of `rows` rows."""
+        """Return the spans that the user has dropped, for each of `rows` rows."""
         if self.removed_spans is None:
             return [Spans(())] * rows
         return [
@@ -266,10 +288,10 @@ class SlotMap(RowRecord):
             for row in self.removed_spans.tolist()
         ]
 
-    def without(self, spans: Sequence[Spans], stays: Tensor) -> Self:
-        """Return the map of the remaining slots after each row has dropped its spans.
+    def without_spans(self, spans: Sequence[Spans], stays: Tensor) -> Self:
+        """Return the map of the slots that remain after each row has dropped its spans.
 
-        The dropped tokens have no columns in it.
+        The dropped tokens have no columns in the new map.
 
         Args:
             spans: the positions that each row drops.
@@ -289,7 +311,7 @@ class SlotMap(RowRecord):
         moved = replace(
             self,
             removed_spans=_padded(removed_spans).to(device),
-            removed_tokens=self.seen(slots) - columns,
+            removed_tokens=self.count_seen(slots) - columns,
             pads=pads if bool(pads.any()) else None,
         )
         if self.kept is None:
@@ -299,10 +321,10 @@ class SlotMap(RowRecord):
         starts, stops = moved.removed_spans.unbind(dim=-1)  # type: ignore[union-attr] # just made
         ranks = positions - _sum_up_to(positions, starts, (stops - starts).cumsum(-1))
         places = (ranks + pads[:, None, None]).gather(2, left_slots.clamp(min=0))
-        return moved.chosen(places.masked_fill(left_slots < 0, -1), columns)
+        return moved.with_kept(places.masked_fill(left_slots < 0, -1), columns)
 
     def removed_among_last(self, tokens: int, slots: int) -> list[int]:
-        """Count for each row how many of its last tokens the user has dropped.
+        """Count how many of the last tokens of each row the user has dropped.
 
         Args:
             tokens: how many of the last tokens to look at.
@@ -321,7 +343,7 @@ class SlotMap(RowRecord):
         ]
 
     def without_last(self, tokens: int, slots: int) -> tuple[Self, int]:
-        """Forget the dropped spans among the last tokens, which are about to be removed.
+        """Return the map without the dropped spans among the last tokens, which will be removed.
 
         The caller must have checked that every row has dropped the same number of these tokens.
 
@@ -384,7 +406,7 @@ class LayerState(RowRecord):
 
 
 def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:
-    """Return for each place the sum at the last of the `begins` that are not after it.
+    """Look up a sum for each place: the one of the last entry in `begins` that is not after it.
 
     Args:
         places: (B, H, S) integers.
@@ -392,14 +414,18 @@ def _sum_up_to(places: Tensor, begins: Tensor, sums: Tensor) -> Tensor:
         sums: (B, N) integers, one for each of the `begins`.
 
     Returns:
-        (B, H, S), 0 for a place before the first of the `begins`.
+        (B, H, S) integers, 0 for a place before the first entry of `begins`.
     """
     reached = torch.searchsorted(begins.contiguous(), places.flatten(1).contiguous(), right=True)
     return torch.nn.functional.pad(sums, (1, 0)).gather(1, reached).view_as(places)
 
 
 def _padded(spans: Sequence[Spans]) -> Tensor:
-    """Return the spans of all rows as a (B, N, 2) int64 tensor, with empty spans in front."""
+    """Convert the spans of all rows into one tensor, with empty spans in front of shorter rows.
+
+    Returns:
+        (B, N, 2) int64 on the CPU, where N is the largest number of spans in a row.
+    """
     most = max(len(each.parts) for each in spans)
     rows = [((0, 0),) * (most - len(each.parts)) + each.parts for each in spans]
     return torch.tensor(rows, dtype=torch.int64).view(len(spans), most, 2)

@@ -20,7 +20,10 @@ RowSpans = Iterable[Span] | Sequence[Iterable[Span]]
 
 
 def row_tokens(layer: CompressedLayer) -> list[int]:
-    """Count the tokens that each row has seen, dropped ones included and pads left out."""
+    """Count the tokens that each row of a layer has seen.
+
+    Dropped tokens count, and padding does not.
+    """
     return layer.slots.row_tokens(len(layer.keys), layer.store.slots)
 
 
@@ -30,6 +33,9 @@ def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
     Args:
         given: one list of spans for all rows, or one list for each row.
         tokens: how many tokens each row has seen.
+
+    Returns:
+        The spans of each row, in ascending order.
 
     Raises:
         InvalidArgumentError: a span is reversed or reaches beyond the tokens of its row, or the
@@ -82,7 +88,11 @@ def require_between_turns(prompt_state: PromptState) -> None:
 
 
 def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
-    """Raise if dropping the spans of each row would have other effects.
+    """Raise if a row cannot drop its spans, before anything has changed.
+
+    Args:
+        layers: all compressed layers of the cache.
+        rows: the spans that each row drops.
 
     Raises:
         InvalidArgumentError: a span is protected, a row would have no tokens left, or the rows
@@ -103,10 +113,13 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
 
 
 def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) -> None:
-    """Raise if the heads of a layer would differ in length while later turns select from them.
+    """Raise if the heads of a layer would store different numbers of tokens after the drop.
+
+    Later turns cannot select from such heads. A cache that never selects again, or that restores
+    its offloaded tokens first, is not checked.
 
     Raises:
-        InvalidArgumentError: they would.
+        InvalidArgumentError: the heads of a layer would store different numbers of tokens.
     """
     if not layers[0].chooses_again or layers[0].offloaded.is_enabled:
         return
@@ -124,9 +137,16 @@ def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[S
 def drop_spans(layers: Sequence[CompressedLayer], spans: Sequence[Spans]) -> None:
     """Drop the spans of each row from all layers and from the tokens that these have offloaded.
 
-    The caller must have checked the spans. If a layer had evicted only tokens that are dropped now,
-    it becomes a layer that has evicted nothing. If the policy selects for all layers at once, this
-    happens to all layers or to none.
+    Changes the layers in place. The caller must have checked the spans. If a layer had evicted only
+    tokens that are dropped now, it becomes a layer that has evicted nothing. If the policy selects
+    for all layers at once, this happens to all layers or to none.
+
+    Args:
+        layers: all compressed layers of a cache.
+        spans: the positions that each row drops.
+
+    Raises:
+        OutOfMemoryError: the system has no memory for the offloaded tokens that remain.
     """
     for layer in layers:
         _drop(layer, spans)
@@ -137,6 +157,7 @@ def drop_spans(layers: Sequence[CompressedLayer], spans: Sequence[Spans]) -> Non
 
 
 def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
+    """Remove the spans of each row from one layer, in place, and from its offloaded tokens."""
     slots, stays, offloaded = layer.slots, _slots_without(layer, spans), layer.offloaded
     every = torch.arange(layer.columns, device=stays.device).expand(len(spans), 1, -1)
     positions = slots.positions_of(every)
@@ -147,11 +168,11 @@ def _drop(layer: CompressedLayer, spans: Sequence[Spans]) -> None:
             offloaded.append(*layer.store.last(tokens), is_limited=False)
         offloaded.select_where(left & (positions[:, 0] >= 0))
     layer.queries.drop(left, positions[:, 0])
-    slots, store = slots.without(spans, stays), layer.store.select_where(stays)
+    slots, store = slots.without_spans(spans, stays), layer.store.select_where(stays)
     store.finalize_step()
     if slots.kept is not None:  # ragged heads hold no padding
         padding_slots = None if store.ragged is not None else store.slots - stays[:, 0].sum(dim=-1)
-        slots = slots.chosen(slots.kept, slots.start, padding_slots=padding_slots)
+        slots = slots.with_kept(slots.kept, slots.start, padding_slots=padding_slots)
     layer.replace_tokens(store, slots)
 
 
@@ -160,23 +181,23 @@ def _is_whole_again(layer: CompressedLayer) -> bool:
     slots, store = layer.slots, layer.store
     if not store.is_exact and store.keys.shape[1] != store.num_kv_heads:
         return False
-    return slots.kept is None or bool(slots.whole_rows().all())
+    return slots.kept is None or bool(slots.rows_without_evictions().all())
 
 
 def _make_whole(layer: CompressedLayer) -> None:
-    """Store the tokens of a layer that holds all columns as if nothing had been evicted."""
+    """Turn a layer that holds all columns into one that has evicted nothing, in place."""
     store = layer.store
     if layer.slots.kept is None:
         return
     if store.is_exact:  # quantized tokens stay as they are until the next prompt
         store = DenseStore().fill(*store.last(store.slots), store.num_kv_heads)
-    layer.replace_tokens(store, layer.slots.whole())
+    layer.replace_tokens(store, layer.slots.without_evictions())
 
 
 def protected_slots(
     layer: CompressedLayer, spans: Spans, slots: int, pads: Tensor | None
 ) -> Tensor:
-    """Return which of the first `slots` slots hold tokens in protected spans.
+    """Return a mask of the first `slots` slots that marks the tokens in protected spans.
 
     Args:
         layer: the layer that is about to select.
@@ -195,7 +216,7 @@ def protected_slots(
 
 
 def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: Any) -> PromptLayer:
-    """Build a `PromptLayer` without data, from which a policy can tell how much it would keep.
+    """Build a `PromptLayer` without data, with which a policy can compute how much it would keep.
 
     Args:
         positions: (T,) integers, the positions of the prompt's tokens.
@@ -217,10 +238,14 @@ def layer_of_sizes(positions: Tensor, spans: Spans, num_layers: int, **options: 
 
 
 def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
-    """Raise if a row would drop protected tokens.
+    """Raise if the spans to drop contain protected tokens.
+
+    Args:
+        protect: the protected spans; None for none.
+        rows: the spans that each row drops.
 
     Raises:
-        InvalidArgumentError: it would.
+        InvalidArgumentError: a span to drop overlaps a protected span.
     """
     for own in rows:
         if both := own.overlap(protect or Spans(())).parts:
@@ -235,7 +260,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
     """Raise if the rows would lose different numbers of the queries that vote with the next turn.
 
     Raises:
-        InvalidArgumentError: they would.
+        InvalidArgumentError: the numbers differ.
     """
     held = layer.queries.last
     if held is None or len(rows) == 1:
@@ -255,7 +280,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
 
 
 def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
-    """Return which slots hold a token that is in none of the spans of its row.
+    """Return a mask of the slots whose token is in none of the spans of its row.
 
     Returns:
         (B, H, S) bool.
@@ -265,5 +290,13 @@ def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
 
 
 def _cover(spans: Sequence[Spans], positions: Tensor) -> Tensor:
-    """Return which (B, H, S) positions are in a span of their row: (B, H, S) bool."""
+    """Return a mask of the positions that are in a span of their row.
+
+    Args:
+        spans: the spans of each row.
+        positions: (B, H, S) integers.
+
+    Returns:
+        (B, H, S) bool.
+    """
     return torch.stack([own.cover(row) for own, row in zip(spans, positions, strict=True)])

@@ -11,11 +11,14 @@ from snapkv.storage import uncompressed
 
 
 def count_to_remove(tokens_to_remove: SupportsIndex) -> int:
-    """Return how many of the last tokens a crop removes.
+    """Convert the argument of `crop` to the number of tokens that it removes.
 
     Args:
         tokens_to_remove: zero, or minus the number of tokens. Depending on its release,
             transformers passes an int or a tensor that holds one.
+
+    Returns:
+        The number of tokens, which is not negative.
 
     Raises:
         InvalidArgumentError: the number is positive.
@@ -40,7 +43,7 @@ def count_to_remove(tokens_to_remove: SupportsIndex) -> int:
 
 
 def take_back(layers: Sequence[Any], tokens: int) -> bool:
-    """Remove the last tokens from all layers of a cache.
+    """Remove the last `tokens` tokens from all layers of a cache, in place.
 
     Args:
         layers: all layers of the cache, compressed or not.
@@ -95,7 +98,7 @@ def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
     if not columns:
         return False
     is_compressed = slots.kept is not None
-    whole = slots.whole_tail(store.slots) if is_compressed else store.slots
+    whole = slots.count_unbroken_tail(store.slots) if is_compressed else store.slots
     if offloaded.is_enabled and tokens <= layer.seen_tokens:
         # A later prompt selects from exact keys and values, so quantized tokens that remain from
         # a prompt must be restored.

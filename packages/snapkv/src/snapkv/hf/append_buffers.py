@@ -61,7 +61,7 @@ class AppendBuffers:
 
     @property
     def _coming(self) -> int:
-        """The most tokens that can still come; 0 or less if that is not known."""
+        """The largest number of tokens that may still be generated; 0 or less if it is unknown."""
         return 0 if self._last is None else self._last - self._prompt_state.seen_tokens
 
     @property
@@ -73,10 +73,13 @@ class AppendBuffers:
         pairs = zip(self._prompt_state.layers, self._tails, strict=False)
         return bool(self._tails) and all(layer.store.tail is tail for layer, tail in pairs)
 
-    def has_slots(self, new_tokens: int) -> bool:
-        """Return whether `new_tokens` more tokens fit, and count them as written.
+    def use_slots(self, new_tokens: int) -> bool:
+        """Count the next `new_tokens` slots as used, and return whether there are that many.
 
         Also counts how often the buffers were replaced by a change of the cache.
+
+        Returns:
+            False if there are too few free slots, or the layers do not use the buffers any more.
         """
         self._free -= new_tokens
         is_lent = self.is_lent
@@ -94,7 +97,7 @@ class AppendBuffers:
             self.release()
         tokens = max(new_tokens, min(coming, self._next) if coming > 0 else self._next)
         for layer in layers:
-            layer.take_room(tokens)
+            layer.allocate_append_buffer(tokens)
         self._tails, self._free = [layer.store.tail for layer in layers], tokens - new_tokens
         if self._setup.quantize is None:
             self._next *= 2
@@ -106,5 +109,5 @@ class AppendBuffers:
         """
         for layer, tail in zip(self._prompt_state.layers, self._tails, strict=False):
             if layer.store.tail is tail:
-                layer.leave_room()
+                layer.release_append_buffer()
         self._free = 0

@@ -81,7 +81,9 @@ class AttentionCall:
         )
 
     def _attend_in_groups(self, mask: Tensor | None) -> Tensor:
-        """Attend without repeating keys and values, by treating a head group as one head's queries.
+        """Attend without a copy of the keys and values for each query head.
+
+        All queries of a group of query heads are passed as queries of a single head.
 
         Args:
             mask: (B, 1, Q, S) mask, or None.
@@ -126,7 +128,7 @@ def with_fitting_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionC
         return call  # ragged attention takes no mask; in a first prompt, the model's always fits
     fits = mask is not None and mask.shape[-1] == width
     if fits and slots.kept is None:
-        return call  # the model's mask may hide more than padding, for instance around an image
+        return call  # the model's mask may hide more than padding, for example around an image
     if slots.hidden_slots is None and (fits or mask is None):
         return call
     mask = stored_mask(call.implementation, slots.hidden_slots, width, call.query)
@@ -141,9 +143,10 @@ def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:
     """
     assert store.ragged is not None
     visible = None if call.branches is None else call.branches.own_visible
-    tail, written = (call.key, call.value), store.tail.count
-    output = store.ragged.attend(call.query, tail, call.score_options, visible, written)
-    return output.transpose(1, 2).contiguous()
+    inputs = ops.TailInputs(
+        call.query, call.key, call.value, call.score_options, visible, store.tail.count
+    )
+    return store.ragged.attend(inputs).transpose(1, 2).contiguous()
 
 
 class _Ungrouped:

@@ -21,14 +21,14 @@ from snapkv.cache.evicting import absorb_tail, apply_eviction
 from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.layer_group import quantize_slots
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
-from snapkv.cache.recall import set_aside
+from snapkv.cache.recall import offload_all
 from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, SnapKVError, UnsupportedModelError, wrong
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, with_fitting_mask
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
 from snapkv.hf.masks import leading_pads, mask_function, sees_ahead
-from snapkv.hf.model_parts import has_images_positions, output_weight
+from snapkv.hf.model_parts import has_read_image, output_weight
 from snapkv.policies import (
     DecodeStep,
     EvictingPolicy,
@@ -102,7 +102,7 @@ def _make_mask(
             compressed prompt.
     """
     watch = forward_context.take_padding()
-    # A model that adds to the causal mask, for instance for images, does not allow skipping it.
+    # A model that adds to the causal mask, for example for images, does not allow skipping it.
     may_be_bidirectional = not options.get("allow_is_causal_skip", True)
     padding = attention_mask if watch is None else watch.expect(attention_mask, q_length)
     is_known_to_hide = padding is not None and padding is not attention_mask
@@ -117,14 +117,14 @@ def _make_mask(
 def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
     """Raise if the mask is not causal although the cache has already evicted tokens.
 
-    The tokens of an image, for instance, can attend to each other in both directions.
+    For example, the tokens of an image may attend to each other in both directions.
 
     Raises:
         UnsupportedModelError: a layer has evicted tokens, and `mask` is not causal for the last
             `new_tokens` tokens.
     """
     is_compressed = any(
-        one.slots.is_compressed and not one.offloaded.is_due for one in watch.layers
+        layer.slots.is_compressed and not layer.offloaded.is_due for layer in watch.layers
     )
     if is_compressed and sees_ahead(mask, new_tokens):
         raise wrong(
@@ -145,7 +145,7 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> Attended:
-    """Attend as the implementation does; for a compressed cache, then compress the layer.
+    """Run the wrapped attention, and then compress the layer if its cache is a compressed one.
 
     Args:
         implementation: the name of the wrapped implementation.
@@ -222,11 +222,17 @@ def attend(call: AttentionCall) -> Attended:
     return attended
 
 
-# One function for each phase of a conversation.
+# One function for each phase of a conversation. Each runs the attention call of `context.layer`,
+# changes this layer in place, and returns what the model's own attention returns.
 
 
 def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read a piece of a prompt, and hold the queries that will vote at its end."""
+    """Read a piece of a prompt, and hold the queries that will vote at its end.
+
+    Raises:
+        OutOfMemoryError: the layer has recall, and there is no room for the offloaded tokens.
+        UnsupportedModelError: attention has a position bias or is not causal.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
     layer.queries.remember(call.query)
@@ -234,7 +240,7 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
         hook.on_prompt(replace(_prompt_layer(call, layer, None, None), queries=call.query))
     layer.store.finalize_step()
     if not context.forward_pass.prompt_state.is_piecewise:
-        set_aside(layer)
+        offload_all(layer)
     return attended
 
 
@@ -242,12 +248,18 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
     """Read the end of the first prompt, and then let the policy select which tokens to keep.
 
     The layer may wait for the next layers, so that a group of layers selects at once.
+
+    Raises:
+        InvalidArgumentError: the policy does not work with this prompt, or a row has no token.
+        OutOfMemoryError: there is no room for the offloaded tokens.
+        UnsupportedModelError: the mask, or the attention of the model, does not agree with the
+            votes.
     """
     layer = context.layer
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
     check, state = context.forward_pass.check, context.forward_pass.prompt_state
-    prompt = _prompt_layer(call, layer, pads, check.unasked)
+    prompt = _prompt_layer(call, layer, pads, check.deferred)
     attended = attend_stored(call, layer)
     check_votes = None
     # A policy that votes with queries computes attention itself, so it must agree with the model.
@@ -261,7 +273,11 @@ def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read a piece of a later prompt, which attends to the kept tokens, and store all of it."""
+    """Read a piece of a later prompt, which attends to the kept tokens, and store all its tokens.
+
+    Raises:
+        InvalidArgumentError: a number cannot be quantized.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
     if isinstance(policy := layer.policy, EvictingPolicy):
@@ -277,11 +293,20 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read the end of a later prompt, let its queries vote on all stored tokens, and evict."""
+    """Read the end of a later prompt, and then evict the tokens that its queries do not vote for.
+
+    The queries vote on all tokens that the layer stores.
+
+    Raises:
+        InvalidArgumentError: the policy does not work with this prompt, or a number cannot be
+            quantized.
+        OutOfMemoryError: there is no room for the offloaded tokens.
+        UnsupportedModelError: attention has a position bias or is not causal.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
-    unasked = context.forward_pass.check.unasked
-    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, unasked)
+    deferred = context.forward_pass.check.deferred
+    prompt = _prompt_layer(call, layer, layer.slots.padding_slots, deferred)
     with ops.scoring(call.key):
         selection = checks.select(layer.policy, prompt, [prompt.layer_idx])
     stored = prompt.keys.shape[2]
@@ -295,7 +320,11 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read tokens that come after the prompt, and evict if the policy evicts during decoding."""
+    """Read tokens that come after the prompt, and evict if the policy evicts during decoding.
+
+    Raises:
+        InvalidArgumentError: a number cannot be quantized.
+    """
     layer = context.layer
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0
@@ -324,7 +353,9 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
-    """Compute attention over everything that a layer stores, in a captured decode step.
+    """Compute the attention to all tokens that a layer stores, in a captured decode step.
+
+    The queries replace the oldest ones that the layer holds, in place.
 
     Raises:
         UnsupportedModelError: attention weights are requested from eager attention.
@@ -342,13 +373,17 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
 def _evict(
     call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
 ) -> None:
-    """Let a policy that evicts during decoding select tokens, and evict the others in place.
+    """Evict the tokens that the policy does not keep after a decode step or a later turn.
 
     Args:
         call: the attention call that has just run.
-        layer: the layer to change.
+        layer: the layer, which changes in place.
         policy: the policy of the layer.
-        new_tokens: how many tokens were read since the policy was last asked.
+        new_tokens: how many tokens were read since the policy last selected.
+
+    Raises:
+        InvalidArgumentError: the policy moves attention sinks, and the heads hold different numbers
+            of tokens.
     """
     absorb_tail(layer)
     store, slots, state = layer.store, layer.slots, layer.state
@@ -393,7 +428,7 @@ def _prompt_layer(
     call: AttentionCall,
     layer: CompressedLayer,
     pads: Tensor | None,
-    unasked: DeferredChecks | None,
+    deferred: DeferredChecks | None,
 ) -> PromptLayer:
     """Build the view of a layer that the policy selects from, at the end of a prompt or a piece.
 
@@ -401,7 +436,7 @@ def _prompt_layer(
         call: the attention call of the layer.
         layer: the layer.
         pads: (B,) int64, the number of padding tokens in front of each row; None for none.
-        unasked: a list to which the policy appends checks that wait for the GPU; None if not used.
+        deferred: a list to which the policy appends checks that wait for the GPU; None if not used.
 
     Raises:
         UnsupportedModelError: attention has a position bias or is not causal.
@@ -435,7 +470,7 @@ def _prompt_layer(
         output_weight=None if output is None else output_weight(output, call.value.dtype),
         protected=None if spans is None else protected_slots(layer, spans, slots, pads),
         token_cost=functools.partial(layer.token_cost, call.query.shape[1]),
-        deferred_checks=unasked,
+        deferred_checks=deferred,
         **_of_layer(call, layer),
     )
 
@@ -498,7 +533,7 @@ def _require_cache_was_used(call: AttentionCall) -> None:
 
 
 def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None:
-    """Return the error of a call that cannot be compressed correctly, or None.
+    """Return the error of an attention call that cannot be compressed correctly, or None.
 
     It is a CacheMismatchError if the cache belongs to another model, otherwise an
     UnsupportedModelError.
@@ -552,7 +587,7 @@ def _refusal_of_images(name: str, context: ForwardContext) -> SnapKVError | None
     """Return the error of a policy that rotates states after an image; None for other policies."""
     layer = context.layer
     needs_rotation = "rotation" in layer.policy.needs
-    if not needs_rotation or not has_images_positions(context.forward_pass.modules):
+    if not needs_rotation or not has_read_image(context.forward_pass.modules):
         return None
     return wrong(
         "policy",
@@ -575,6 +610,7 @@ def _without_weights() -> SnapKVError:
 
 
 def _requests_weights(call: AttentionCall) -> bool:
+    """Return whether attention weights are requested by the call or by the model's config."""
     config = getattr(call.module, "config", None)
     return bool(call.options.get("output_attentions", getattr(config, "output_attentions", False)))
 

@@ -36,7 +36,7 @@ def grows(layer: Any) -> bool:
 
 
 def plain_layers(model: PreTrainedModel) -> list[CacheLayerMixin]:
-    """Return the cache layers that transformers makes for a model, with two corrections.
+    """Create the cache layers of transformers for a model, with two corrections.
 
     transformers mistakes cross attention for full attention, and it makes layers that the
     configuration names although they were pruned from the model.
@@ -131,9 +131,11 @@ def _identities(
 
 
 def _readers(config: Any) -> dict[int, list[int]]:
-    """Return for each layer that shares its keys and values the indices of layers that reuse them.
+    """Find out which layers reuse the keys and values of other layers.
 
-    The dict is empty if the model does not share keys and values between layers.
+    Returns:
+        For the index of each layer that shares its keys and values, the indices of the layers that
+        reuse them. Empty if the model does not share keys and values between layers.
     """
     modes = getattr(config, "kv_sharing_modes", None) or []
     kinds = config.layer_types if modes else []

@@ -205,7 +205,7 @@ class CompressedCache(Cache):
             self._require_coming(new_tokens, rows=len(key_states))
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            uncompressed.let_go_of_the_past(layer, new_tokens)
+            uncompressed.free_dropped_tokens(layer, new_tokens)
             return keys, values
         if layer.store.has_room and not layer.offloaded.is_due:
             keys, values = layer.update(key_states, value_states)
@@ -256,7 +256,7 @@ class CompressedCache(Cache):
         )
 
     def keep_among_last(self, tokens: int, places: Tensor) -> None:
-        """Keep the given ones of the last `tokens` tokens in every layer, and remove the others.
+        """Keep only the tokens at `places` among the last `tokens` tokens of every layer.
 
         Call it after a forward pass over alternative continuations; see
         `snapkv.hf.forward_context.branching`. The kept tokens become consecutive, as if the model
@@ -337,7 +337,7 @@ class CompressedCache(Cache):
             _refuse_compiled()
         current, prompt_state = forward_context.current, self.prompt_state
         if prompt_state.layers[0].store.has_room and not current.is_step:
-            self.leave_room()
+            self.release_append_buffers()
         if prompt_state.looks_at_tokens:
             prompt_state.require_ids(new_tokens, rows)
         if current.is_recording:
@@ -355,7 +355,7 @@ class CompressedCache(Cache):
             self._require_states(new_tokens)
 
     def require_pieces(self, prompt_end: int, piece_tokens: int, visible: Tensor | None) -> None:
-        """Raise unless a prompt can be read in pieces of this size.
+        """Raise if a prompt cannot be read in pieces of this size.
 
         Args:
             prompt_end: how many tokens the cache will have seen when the prompt ends.
@@ -402,13 +402,13 @@ class CompressedCache(Cache):
             InvalidTypeError: `tokens_to_remove` is not an integer.
         """
         count = count_to_remove(tokens_to_remove)
-        self.leave_room()
+        self.release_append_buffers()
         seen = self.prompt_state.seen_tokens
         has_restored = take_back(self.layers, count)
         self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the batch rows of all layers by the rows `beam_idx`, in that order.
+        """Reorder the batch rows of all layers, or select some of them.
 
         Does nothing if the cache is empty.
 
@@ -432,13 +432,16 @@ class CompressedCache(Cache):
                 f"expected some of the {self.prompt_state.rows} rows of the batch, got {got}",
                 "Pass a 1-D tensor of integers, in which 0 stands for the first row",
             )
-        self.leave_room()
+        self.release_append_buffers()
         for layer in self.layers:
             layer.reorder_cache(chosen)
         self.prompt_state.read_ids = self.prompt_state.read_ids.select_rows(chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row of all layers `repeats` times; copies of a row are consecutive.
+        """Repeat every batch row of all layers `repeats` times, so that its copies are consecutive.
+
+        Args:
+            repeats: how often each row occurs in the new batch.
 
         Raises:
             InvalidArgumentError: `repeats` is below 1.
@@ -448,7 +451,11 @@ class CompressedCache(Cache):
         self.reorder_cache(torch.arange(self.prompt_state.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the batch rows `indices` in all layers, in that order; see `reorder_cache`."""
+        """Keep only the batch rows `indices` in all layers, in that order.
+
+        Args:
+            indices: as `beam_idx` in `reorder_cache`, which raises the same errors.
+        """
         self.reorder_cache(indices)
 
     def reset(self) -> None:
@@ -480,7 +487,7 @@ class CompressedCache(Cache):
     prefetch = offload
 
     def activate_past_recording(self) -> None:
-        """Tell the cache that later forward passes may contain drafts, which `crop` may remove.
+        """Announce that later forward passes may contain draft tokens, which `crop` may remove.
 
         transformers calls it before it verifies drafts (assistant model, prompt lookup).
 
@@ -532,29 +539,38 @@ class CompressedCache(Cache):
         """
         return bool(self.prompt_state.rows)
 
-    def leave_room(self) -> None:
-        """Replace the fixed append buffers of a captured decode step by growing ones.
+    def release_append_buffers(self) -> None:
+        """Replace the append buffers of fixed size by buffers that grow, in all layers.
 
-        Call it before a change that the captured step cannot follow.
+        Call it before a change that a captured decode step cannot follow. Does nothing if the
+        buffers are not fixed.
         """
         for layer in self.prompt_state.layers:
-            layer.leave_room()
+            layer.release_append_buffer()
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Return how many tokens the model has read into the cache, evicted ones included."""
+        """Return how many tokens the model has read into the cache, evicted ones included.
+
+        Args:
+            layer_idx: the index of a layer; None for the first compressed layer.
+        """
         of = self._first if layer_idx is None else self._asked_of.get(layer_idx, layer_idx)
         return int(super().get_seq_length(of))
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Return the position of the next query, as a mask function needs it.
+        """Return the position of the next query, which transformers needs to make a mask.
+
+        Args:
+            layer_idx: the index of a layer that uses the mask.
 
         Returns:
-            An int; a tensor on the device if a captured decode step counts its tokens there.
+            An int; a () int64 tensor on the device if a captured decode step counts its tokens
+            there.
         """
         layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
-            return layer.slots.seen(layer.store.unmasked_slots + count)
+            return layer.slots.count_seen(layer.store.unmasked_slots + count)
         return super().get_query_offset(layer_idx)
 
     # Methods for users.
@@ -581,7 +597,7 @@ class CompressedCache(Cache):
         self.prompt_state.expect_prompt(prompt_tokens)
 
     def expect_question(self, question_tokens: int | None) -> None:
-        """Tell the cache how long the question at the end of the next prompts is.
+        """Announce the length of the question at the end of the next prompts.
 
         This changes which tokens vote under `snapkv.default_policy`; other policies ignore it. It
         holds until the next call or `reset`.
@@ -638,7 +654,7 @@ class CompressedCache(Cache):
                 while generating or needs positions. The cache is unchanged then.
             InvalidTypeError: `spans` does not consist of spans.
         """
-        self.leave_room()
+        self.release_append_buffers()
         rows, layers = self._rows_of(spans), self.prompt_state.layers
         require_droppable(layers, rows)
         require_turns_can_follow(layers, rows)
@@ -647,7 +663,7 @@ class CompressedCache(Cache):
                 drop_spans(layers, rows)
 
     def _rows_of(self, spans: RowSpans) -> list[Spans]:
-        """Return the spans to drop for every batch row, after checking that the cache can drop.
+        """Check that the cache can drop spans, and return the spans to drop from each batch row.
 
         Raises:
             CacheMismatchError: an earlier forward pass was interrupted.
@@ -668,7 +684,7 @@ class CompressedCache(Cache):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that the cache was made for.
+        """The model for which the cache was made.
 
         Raises:
             CacheMismatchError: the model has been deleted; the cache does not keep it alive.
@@ -710,7 +726,10 @@ class CompressedCache(Cache):
         )
 
     def report(self) -> CacheReport:
-        """Return how many tokens were seen and kept, and the memory compared with a full cache."""
+        """Measure how many tokens the cache has seen and keeps, and how many bytes they take.
+
+        The report compares the bytes with those of a full cache.
+        """
         steps = step_graph.described(self)
         return CacheReport.of(self.policy.name, self.layers, steps)
 
@@ -769,7 +788,7 @@ class CompressedCache(Cache):
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
-        """Load a cache that `save` has written, for the same model in the same dtype.
+        """Load a cache that `save` has written. The model must be the same, in the same dtype.
 
         Args:
             path: the file. It is read completely and its checksum is compared before it is used;
@@ -799,7 +818,7 @@ class CompressedCache(Cache):
         recall: Recall | None = None,
         recall_bytes: int | None = None,
     ) -> tuple[Self, dict[str, Tensor]]:
-        """Load a cache as `load` does, and the tensors that were passed to `save` as `beside`.
+        """Load a cache, and the tensors that were passed to `save` as `beside`.
 
         Args:
             path: the file.
@@ -858,7 +877,7 @@ class CompressedCache(Cache):
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
-        copied.leave_room()
+        copied.release_append_buffers()
         return copied
 
 
@@ -881,7 +900,10 @@ def _require_reached(model: PreTrainedModel) -> None:
 
 
 def _branch(layer: Any) -> Any:
-    """Return an independent layer; recurrent states are copied, since they change in place."""
+    """Return an independent copy of a layer, which shares the memory of the stored tokens.
+
+    Recurrent states are copied, because they change in place.
+    """
     written_over = hasattr(layer, "recurrent_states")
     return copy.deepcopy(layer) if written_over else copy.copy(layer)
 
@@ -903,7 +925,13 @@ def _refuse_compiled() -> NoReturn:
 
 
 def _bring_forward(layer: Any, places: Tensor, tokens: int) -> None:
-    """Move the states at `places` to the front of the last `tokens` slots of a layer, in place."""
+    """Move some of the last tokens of a layer to the front of its last `tokens` slots, in place.
+
+    Args:
+        layer: the layer.
+        places: (N,) int64, ascending indices into the last `tokens` tokens.
+        tokens: how many of the last tokens there are to choose from.
+    """
 
     def move(states: Tensor, end: int) -> Tensor:
         start = end - tokens

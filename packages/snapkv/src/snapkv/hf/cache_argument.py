@@ -14,12 +14,12 @@ _NAME = next(name for name in _NAMES if name in inspect.signature(create_causal_
 
 
 def passed(cache: Any) -> dict[str, Any]:
-    """Return a cache as a keyword argument for a model, under the name of this release."""
+    """Return the keyword argument that passes a cache to a model in this transformers release."""
     return {_NAME: cache}
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache among keyword arguments, under either name; None if there is none."""
+    """Return the cache among keyword arguments under either of its names, or None without one."""
     given = (arguments.get(name) for name in _NAMES)
     return next((cache for cache in given if cache is not None), None)
 

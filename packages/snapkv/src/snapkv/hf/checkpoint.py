@@ -26,12 +26,12 @@ def load_complete(
     Raises:
         InvalidArgumentError: a weight is missing or has another shape.
     """
-    model, found = AutoModelForCausalLM.from_pretrained(
+    model, loading_info = AutoModelForCausalLM.from_pretrained(
         place, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     others = _other_shapes(model) if "gguf_file" in options else {}
-    others |= {key: (saved, expected) for key, saved, expected in found["mismatched_keys"]}
+    others |= {key: (saved, expected) for key, saved, expected in loading_info["mismatched_keys"]}
     misshapen = [
         f"{key} {tuple(saved)} instead of {tuple(expected)}"
         for key, (saved, expected) in sorted(others.items())

@@ -32,10 +32,13 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def _pages(kind: str) -> int | None:
-    """Return the size of all memory pages of one kind, such as "AVPHYS", in bytes, if it is known.
+    """Return how many bytes the memory pages of one kind have together.
+
+    Args:
+        kind: a part of the name in `os.sysconf_names`, such as "AVPHYS" for free pages.
 
     Returns:
-        The number of bytes, or None.
+        The number of bytes; None if the system does not tell it.
     """
     name = f"SC_{kind}_PAGES"
     known = name in os.sysconf_names

@@ -81,21 +81,26 @@ class Doubt:
 
 
 class VoteCheck:
-    """Compares the votes of one cache with its model's attention, and collects open results."""
+    """Checks that the votes in a cache agree with the attention of its model.
+
+    Attributes:
+        doubts: the comparisons of this forward pass whose results have not been read yet.
+        deferred: the checks that policies have deferred; see `PromptLayer`.
+    """
 
     def __init__(self) -> None:
-        self.doubts: list[Doubt] = []  # comparisons of this forward pass that are not judged yet
-        self.unasked: DeferredChecks = []  # checks that policies have deferred, see `PromptLayer`
+        self.doubts: list[Doubt] = []
+        self.deferred: DeferredChecks = []
 
     def close(self) -> None:
-        """Judge all open comparisons and checks after the last layer of a forward pass.
+        """Read the results of all comparisons and checks after the last layer of a forward pass.
 
         Raises:
             UnsupportedModelError: the votes of a layer do not agree with the model's attention.
         """
-        require_faithful(self.doubts, self.unasked)
+        require_faithful(self.doubts, self.deferred)
         self.doubts.clear()
-        self.unasked.clear()
+        self.deferred.clear()
 
     def judge(self, group: LayerGroup, module: Any, *, rounds_scores: bool) -> None:
         """Compare the attention of a group of layers with their votes; see `doubt_scores`.
@@ -112,10 +117,10 @@ class VoteCheck:
         Raises:
             UnsupportedModelError: the votes of the first group do not agree with attention.
         """
-        found = doubt_scores(group.stack, group.outputs, module, rounds_scores=rounds_scores)
-        if found is not None:
+        doubt = doubt_scores(group.stack, group.outputs, module, rounds_scores=rounds_scores)
+        if doubt is not None:
             layers = [prompt.layer_idx for prompt in group.prompts]
-            self.doubts.append(replace(found, layers=layers))
+            self.doubts.append(replace(doubt, layers=layers))
         if not group.stack.depth:
             require_faithful(self.doubts)
             self.doubts.clear()
@@ -157,19 +162,19 @@ def doubt_scores(
     )
 
 
-def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[DeferredCheck] = ()) -> None:
+def require_faithful(doubts: Sequence[Doubt], deferred: Sequence[DeferredCheck] = ()) -> None:
     """Raise if a difference is too large to be a rounding error, and run the deferred checks.
 
     Waits for a GPU once.
 
     Args:
         doubts: the differences.
-        unasked: checks that policies have deferred.
+        deferred: checks that policies have deferred.
 
     Raises:
         UnsupportedModelError: a difference is too large.
     """
-    run_checks([*((doubt.found, doubt.judge) for doubt in doubts), *unasked])
+    run_checks([*((doubt.found, doubt.judge) for doubt in doubts), *deferred])
 
 
 def _epsilon(output: Tensor, rounds_scores: bool) -> float:

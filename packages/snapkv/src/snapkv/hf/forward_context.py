@@ -104,7 +104,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """A layer that has just stored new tokens, for the attention call that follows.
+    """Describes a layer that has just stored new tokens, for the attention call that follows.
 
     Attributes:
         layer: the layer.
@@ -135,7 +135,7 @@ class ForwardContext:
 
 @dataclass(eq=False)
 class Shared:
-    """Keys and values of a layer that later layers attend to as well.
+    """The keys and values of one layer, to which later layers attend as well.
 
     Attributes:
         context: the context of the layer with a copy of the layer from before it evicted tokens.
@@ -155,7 +155,9 @@ class Shared:
 
 
 class Branches(ABC):
-    """The visibility among the tokens of a forward pass that are alternatives; see `branching`.
+    """Describes which tokens of a forward pass see each other if they are alternatives.
+
+    See `branching`.
 
     Attributes:
         own_visible: (Q, Q) bool, lower triangular: True if the token of the row sees the token of
@@ -185,7 +187,7 @@ class Hook:
         """
 
     def on_attention(self, call: Any, attended: Any) -> None:
-        """Receive an attention call after it has run.
+        """Receive an attention call and its result.
 
         Args:
             call: a `snapkv.hf.attend.AttentionCall`.
@@ -212,9 +214,9 @@ current = _Current()
 
 @contextlib.contextmanager
 def step(*, is_recording: bool = False) -> Iterator[None]:
-    """Mark the forward passes in this block as decode steps of a `generate` call.
+    """Mark every forward pass within this block as a decode step of a `generate` call.
 
-    Only these passes may write into fixed append buffers.
+    Only decode steps may write into fixed append buffers.
 
     Args:
         is_recording: whether the step is being captured. It will be replayed without Python, so
@@ -229,10 +231,13 @@ def step(*, is_recording: bool = False) -> Iterator[None]:
 
 
 def leave(prompt_state: PromptState) -> bool:
-    """Forget the context that an update of this cache has left for its attention.
+    """Forget the context that the last update of a cache has left for its attention call.
+
+    Args:
+        prompt_state: the prompt state of the cache.
 
     Returns:
-        Whether there was one.
+        Whether there was such a context.
     """
     context = current.context
     left = context is not None and context.forward_pass.prompt_state is prompt_state
@@ -242,9 +247,13 @@ def leave(prompt_state: PromptState) -> bool:
 
 
 def share(context: ForwardContext, keys: Tensor) -> None:
-    """Share the keys of a layer with the later layers that read them.
+    """Share the keys and values of a layer with the later layers that read them.
 
     The caller must call it before the layer evicts tokens.
+
+    Args:
+        context: the context of the layer.
+        keys: (B, Hkv, S, D), the very tensor that the later layers pass to their attention.
     """
     layer, readers = context.layer, context.layer.identity.readers
     before = replace(context, layer=copy.copy(layer)) if readers else context
@@ -252,25 +261,33 @@ def share(context: ForwardContext, keys: Tensor) -> None:
 
 
 def share_heads(layer: CompressedLayer, prompt_state: PromptState, keys: Tensor) -> None:
-    """Share a layer with its own attention call during captured decode steps.
+    """Make a layer known to its own attention call, during captured decode steps.
 
-    The keys that its update returned are only the append buffer; the layer holds more tokens.
+    The keys that its update returned are only those in the append buffer, and the layer holds more
+    tokens.
+
+    Args:
+        layer: the layer.
+        prompt_state: the prompt state of its cache.
+        keys: (B, Hkv, S, D), the tensor that its update returned.
     """
     _share(Shared(None, layer, prompt_state, keys, 1))
 
 
 def _share(shared: Shared) -> None:
-    """Remember `shared`, and forget what this and later layers shared in an earlier pass."""
+    """Remember a shared layer, and forget those that an earlier pass left for later layers."""
     layer_idx = shared.layer.identity.layer_idx
     earlier = [each for each in current.shared if each.layer.identity.layer_idx < layer_idx]
     current.shared = [*earlier, shared] if shared.left else earlier
 
 
 def take_shared(keys: Tensor) -> Shared | None:
-    """Return the shared layer whose update returned this very tensor, and count the reader.
+    """Find the shared layer whose update returned this very tensor, and count one reader less.
+
+    The layer is forgotten after its last reader.
 
     Returns:
-        None if no compressed cache has shared `keys`.
+        The shared layer, or None if no compressed cache has shared `keys`.
     """
     for shared in current.shared:
         if shared.keys is keys:
@@ -282,7 +299,7 @@ def take_shared(keys: Tensor) -> Shared | None:
 
 
 def enter_padding(watch: PaddingTracker) -> None:
-    """Leave the padding tracker of a cache for the mask that this thread makes next."""
+    """Remember the padding tracker of a cache until this thread makes its next mask."""
     current.padding = weakref.ref(watch)
 
 

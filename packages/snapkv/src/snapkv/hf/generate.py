@@ -37,7 +37,10 @@ INSTALLATION = "_snapkv_installation"
 
 
 def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `generate`, after announcing the length of the prompt to a `CompressedCache`.
+    """Announce the length of the prompt to the `CompressedCache`, and run `generate`.
+
+    A call without a compressed cache runs unchanged. Each wrapper in this module takes the model's
+    own function as `own`, the model, and the arguments of the call.
 
     Raises:
         InvalidArgumentError: an argument of `generate` does not work with a compressed cache, or
@@ -69,7 +72,7 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Prepare the inputs of a forward pass, and tell a `CompressedCache` their token ids.
+    """Prepare the inputs of a forward pass, and pass their token ids to the `CompressedCache`.
 
     Raises:
         UnsupportedModelError: the model's own code left the cache out to read all tokens again.
@@ -92,7 +95,7 @@ def _prepare_inputs(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
         inputs = _with_omitted_cache(model, inputs, cache_among(kwargs))
     if token_ids is not None:
         prompt_state.expect_tokens(token_ids)
-        prompt_state.note_text(args[0] if args else kwargs["input_ids"])
+        prompt_state.record_text(args[0] if args else kwargs["input_ids"])
     return inputs
 
 
@@ -133,13 +136,15 @@ def _prefill(
     model_kwargs: Any,
     **options: Any,
 ) -> Any:
-    """Run the prefill of a prompt, and announce the prompt first if `generate` did not do so.
+    """Read the prompt, after announcing it to the cache if `_generate` has not done so.
 
     The pieces of a prompt run eagerly; only the decode steps after them are captured.
 
     Raises:
-        CacheMismatchError: the batch has another size than the cache.
-        InvalidArgumentError: `use_cache` is off.
+        CacheMismatchError: the batch has another size than the cache, or the cache has read another
+            text.
+        InvalidArgumentError: `use_cache` is off, or the mask has too few columns.
+        UnsupportedModelError: the model has not read the whole prompt into the cache.
     """
     prompt_state = _prompt_state_of(model_kwargs)
     if prompt_state is None:
@@ -148,7 +153,7 @@ def _prefill(
     cache, mask = cache_among(model_kwargs), model_kwargs.get("attention_mask")
     cache.require_rows(len(input_ids))
     # After an error in an earlier call, the traceback may still hold its append buffers.
-    cache.leave_room()
+    cache.release_append_buffers()
     generation_config = copy.copy(generation_config)
     generation_config.disable_compile = True
     # The length of a mask that hides nothing and was therefore left out.
@@ -167,12 +172,16 @@ def _prefill(
 def _candidates(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Make the model read the prompt in a pass of its own before the first drafts.
 
-    The drafts must attend to the compressed prompt, which exists only after that pass.
+    The drafts must attend to the compressed prompt, which exists only after that pass. This
+    replaces the `forward` of the model, in place, until the prompt has been read.
+
+    Raises:
+        SnapKVError: the prompt cannot be announced; see `PromptState.expect_prompt`.
     """
-    given = kwargs.get("model_kwargs") or {}
-    if (prompt_state := _prompt_state_of(given)) is not None:
+    model_kwargs = kwargs.get("model_kwargs") or {}
+    if (prompt_state := _prompt_state_of(model_kwargs)) is not None:
         if not prompt_state.is_announced:
-            prompt_state.expect_prompt(_prompt_tokens((kwargs["input_ids"],), given))
+            prompt_state.expect_prompt(_prompt_tokens((kwargs["input_ids"],), model_kwargs))
         with _changing_forward:
             if not isinstance(vars(model).get("forward"), _PromptFirst):
                 vars(model)["forward"] = _PromptFirst(model)
@@ -186,8 +195,15 @@ _changing_forward = threading.Lock()
 class _PromptFirst:
     """A replacement of a model's `forward` that reads a prompt and its drafts in two passes.
 
-    It is set on the model while the prompt of some cache, in any thread, has not been read. What
-    the instance had as `forward` before is put back afterwards.
+    It stays on the model until the prompts of all waiting caches have been read, in any thread.
+    Then an earlier replacement of `forward` on the instance is put back.
+
+    Args:
+        model: the model, whose present `forward` is called for each pass.
+
+    Attributes:
+        previous: the `forward` that was set on the instance before; None if there was none.
+        waiting: the prompt states of the caches whose prompts have not been read, by their ids.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -195,21 +211,23 @@ class _PromptFirst:
         self.waiting: weakref.WeakValueDictionary[int, PromptState] = weakref.WeakValueDictionary()
         functools.update_wrapper(self, self._forward)
 
-    def __call__(self, *args: Any, **given: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Read the prompt and then the drafts, and return the outputs of both as one.
+
+        A pass of a cache that is not waiting is read as usual.
 
         Raises:
             UnsupportedModelError: attention weights are requested, which have no common shape.
         """
-        prompt_state = _prompt_state_of(given)
+        prompt_state = _prompt_state_of(kwargs)
         if prompt_state is None or not _is_split(self._model, prompt_state):
-            return self._forward(*args, **given)
+            return self._forward(*args, **kwargs)
         _forget_split(self._model, prompt_state)
-        ids = given.get("input_ids")
-        tokens = (given["inputs_embeds"] if ids is None else ids).shape[1]
+        ids = kwargs.get("input_ids")
+        tokens = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
         if not (behind := prompt_state.tokens_behind(tokens)):
-            return self._forward(**given)
-        if given.get("output_attentions"):
+            return self._forward(**kwargs)
+        if kwargs.get("output_attentions"):
             raise wrong(
                 "output_attentions",
                 "attention weights of drafts cannot be returned, because they cover only the "
@@ -217,9 +235,9 @@ class _PromptFirst:
                 "Leave it out, or generate without drafts",
                 UnsupportedModelError,
             )
-        first = self._forward(**_part(given, 0, tokens - behind, tokens))
-        cache_among(given).crop(0)  # shortens layers with a sliding window for the next pass
-        rest = self._forward(**_part(given, tokens - behind, tokens, tokens))
+        first = self._forward(**_part(kwargs, 0, tokens - behind, tokens))
+        cache_among(kwargs).crop(0)  # shortens layers with a sliding window for the next pass
+        rest = self._forward(**_part(kwargs, tokens - behind, tokens, tokens))
         rest["logits"] = torch.cat([first.logits, rest.logits], dim=1)
         if first.get("hidden_states") is not None:
             pairs = zip(first.hidden_states, rest.hidden_states, strict=True)
@@ -228,7 +246,7 @@ class _PromptFirst:
 
 
 def _forget_split(model: Any, prompt_state: PromptState) -> None:
-    """Stop waiting for the prompt of a cache, and restore `forward` after the last one."""
+    """Stop waiting for the prompt of a cache, and restore `forward` if no other cache waits."""
     with _changing_forward:
         split = vars(model).get("forward")
         if not isinstance(split, _PromptFirst):
@@ -247,18 +265,18 @@ def _is_split(model: Any, prompt_state: PromptState) -> bool:
     return isinstance(split, _PromptFirst) and id(prompt_state) in split.waiting
 
 
-def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str, Any]:
+def _part(kwargs: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str, Any]:
     """Return the arguments of `forward` for tokens `start` to `stop` of a pass.
 
     Args:
-        given: the arguments for all tokens of the pass.
+        kwargs: the arguments for all tokens of the pass.
         start: the first token of the part. Images and similar tensors go only into the part that
             starts at 0.
         stop: the token after the last one of the part.
         tokens: how many tokens the whole pass has.
     """
-    own = dict(given)
-    for name, value in given.items():
+    own = dict(kwargs)
+    for name, value in kwargs.items():
         if not isinstance(value, Tensor):
             continue
         if name == "attention_mask":
@@ -277,19 +295,29 @@ def _part(given: dict[str, Any], start: int, stop: int, tokens: int) -> dict[str
 def _modes(
     own: Callable[..., Any], model: Any, custom_generate: Any, kwargs: Any, *modes: Any
 ) -> Any:
-    """Pass the streamer, the last of `modes`, to a custom decoding method that accepts one.
+    """Pass the streamer to a custom decoding method that accepts one.
 
     transformers itself never passes a streamer to a custom decoding method.
+
+    Args:
+        own: the model's own method.
+        model: the model.
+        custom_generate: the decoding method, or its name, or None.
+        kwargs: the arguments of `generate`.
+        modes: further arguments of the method; the last one is the streamer.
+
+    Returns:
+        The arguments for the decoding method, by name.
     """
-    given = own(model, custom_generate, kwargs, *modes)
+    arguments = own(model, custom_generate, kwargs, *modes)
     if modes[-1] is not None and callable(custom_generate) and _prompt_state_of(kwargs) is not None:
         streams = "streamer" in inspect.signature(custom_generate).parameters
-        given |= {"streamer": modes[-1]} if streams else {}
-    return given
+        arguments |= {"streamer": modes[-1]} if streams else {}
+    return arguments
 
 
 def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run continuous batching, which would silently ignore a compressed cache.
+    """Run continuous batching, but raise for a compressed cache, which it would silently ignore.
 
     Raises:
         InvalidArgumentError: a compressed cache was passed.
@@ -305,7 +333,7 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 
 @contextlib.contextmanager
 def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Run continuous batching with the unwrapped attention, whose name it looks at."""
+    """Run continuous batching with the model's own attention, because it checks its name."""
     installation = vars(model).get(INSTALLATION)
     unwrapped = contextlib.nullcontext() if installation is None else installation.unwrapped()
     with unwrapped, own(model, *args, **kwargs) as manager:
@@ -313,7 +341,10 @@ def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def _init_batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Unwrap the attention until the next cache is made, since the manager outlives this call."""
+    """Restore the model's own attention, and create the manager of continuous batching.
+
+    The manager outlives this call, so the attention is wrapped again when the next cache is made.
+    """
     if installation := vars(model).get(INSTALLATION):
         installation.unwrap()
     return own(model, *args, **kwargs)
@@ -375,9 +406,9 @@ def announce_prompts(model: PreTrainedModel) -> None:
     Changes the model in place. A method that somebody else has set on the instance is not wrapped.
     """
     for name in _AROUND:
-        found = vars(model).get(name)
-        is_foreign = isinstance(found, _Announcing) and found.model is not model
-        if hasattr(type(model), name) and (found is None or is_foreign):
+        method = vars(model).get(name)
+        is_foreign = isinstance(method, _Announcing) and method.model is not model
+        if hasattr(type(model), name) and (method is None or is_foreign):
             vars(model)[name] = _Announcing(model, name)
 
 
@@ -412,8 +443,8 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
     A mask that is longer than the ids means that only the new ids were passed, as `generate` does.
     """
-    given = (_prompt_ids(args, kwargs), kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
-    return max((each.shape[1] for each in given if isinstance(each, Tensor)), default=0)
+    inputs = (_prompt_ids(args, kwargs), kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+    return max((each.shape[1] for each in inputs if isinstance(each, Tensor)), default=0)
 
 
 def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -429,14 +460,18 @@ def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _option(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Return an option of `generate`: its argument, or else the value of a generation config."""
+    """Return the value of an option of `generate`; None if it is not set anywhere.
+
+    An argument of the call comes first, then a generation config that was passed, and then the
+    generation config of the model.
+    """
     configs = kwargs.get("generation_config"), *args[1:2], model.generation_config
     values = kwargs.get(name), *(getattr(config, name, None) for config in configs)
     return next((value for value in values if value is not None), None)
 
 
 def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if `generate` would read other tokens than the prompt, or use another cache.
+    """Raise if `generate` would read other tokens than those of the prompt, or use another cache.
 
     Raises:
         InvalidArgumentError: `token_healing` is on, or `cache_implementation` is set.
@@ -454,7 +489,7 @@ def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
-    """Raise if the call asks transformers for a cache of another kind, such as an offloaded one.
+    """Raise if the call requests another kind of cache from transformers.
 
     Raises:
         InvalidArgumentError: `cache_implementation` is set.
@@ -471,9 +506,10 @@ def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
 
 
 def _require_no_learned_tokens(model: PreTrainedModel) -> None:
-    """Raise if the model has an adapter of PEFT prompt tuning or prefix tuning.
+    """Raise if the model has an adapter that adds learned tokens to the prompt.
 
-    A cache could not tell the learned tokens from those of the prompt.
+    PEFT does this in prompt tuning and prefix tuning. A cache could not distinguish the learned
+    tokens from those of the prompt.
 
     Raises:
         UnsupportedModelError: the active adapter of the model adds learned tokens.

@@ -28,7 +28,7 @@ _SETTINGS = (
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside a `PeftModel`, or `model` itself if it is not one.
+    """Return the base model inside a `PeftModel`, or the model itself if it is no `PeftModel`.
 
     The adapters stay in the model that is returned.
     """
@@ -145,7 +145,11 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
 
 
 def _sample(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return up to sixteen evenly spaced values of a tensor, as uint8 bytes on the host."""
+    """Return the bytes of up to sixteen evenly spaced values of a tensor.
+
+    Returns:
+        (N,) uint8 on the host.
+    """
     last = max(parameter.numel() - 1, 0)
     count = min(_SAMPLES, parameter.numel())
     places = torch.linspace(0, last, count, dtype=torch.float64).long().to(parameter.device)

@@ -78,7 +78,7 @@ class Installation:
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
-        """Wrap the attention and the methods of the model, in place, as far as they are not yet.
+        """Wrap the attention and the methods of the model in place, unless this is done already.
 
         Raises:
             UnsupportedModelError: the attention of the model cannot be wrapped. The model is
@@ -218,18 +218,21 @@ def _decodes_through_interface(model: PreTrainedModel) -> bool:
 
 
 def _text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return all configs that set the attention of the text decoder; submodels may have copies."""
+    """Return all configs that set the attention of the text decoder.
+
+    There may be several, because submodels may have copies of the config.
+    """
     text = model.config.get_text_config(decoder=True)
     waiting = [text, model.config]
     waiting += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    found: dict[int, PreTrainedConfig] = {}
+    configs: dict[int, PreTrainedConfig] = {}
     while waiting:
         config = waiting.pop(0)
-        if id(config) not in found:
-            found[id(config)] = config
+        if id(config) not in configs:
+            configs[id(config)] = config
             parts = (getattr(config, name, None) for name in config.sub_configs)
             waiting += [part for part in parts if isinstance(part, PreTrainedConfig)]
-    return [config for config in found.values() if type(config) is type(text)]
+    return [config for config in configs.values() if type(config) is type(text)]
 
 
 class Use:
@@ -341,7 +344,7 @@ def install(model: PreTrainedModel) -> Installed:
 
 
 def uninstall(model: PreTrainedModel) -> None:
-    """Remove the wrappers from a model at once, and undo every `install` of it.
+    """Remove the wrappers from a model at once, and undo every call of `install` for it.
 
     It also works for a copy of a model that had caches when it was copied. Existing caches raise an
     error if they read further tokens, until another cache of the model is made or `install` is

@@ -81,9 +81,9 @@ def known_gate(model: PreTrainedModel) -> Gate | None:
 
 
 def remember_gate(gate: Gate) -> Path:
-    """Write a gate to a file, where later runs of its model find it.
+    """Save a gate to the file in which `known_gate` looks for it.
 
-    A gate that was stored for this model before is replaced.
+    A gate that was saved for the same model before is replaced.
 
     Returns:
         The path of the file.
@@ -99,5 +99,5 @@ def remember_gate(gate: Gate) -> Path:
 
 
 def gates_folder() -> Path:
-    """Return the folder in which `remember_gate` stores gates."""
+    """Return the folder for the files of fitted gates."""
     return cache_folder() / "gates"

@@ -91,8 +91,9 @@ def leading_pads(
         not_causal = _sees_otherwise(visible, pads)
     empty = (pads == prompt_tokens).any()
     # Stacked, so that the GPU is waited for once instead of four times.
-    found = torch.stack([elsewhere, not_causal, pads.any(), empty]).tolist()
-    if found[0]:
+    faults = torch.stack([elsewhere, not_causal, empty, pads.any()])
+    is_elsewhere, is_not_causal, has_empty_row, has_pads = faults.tolist()
+    if is_elsewhere:
         raise wrong(
             "attention_mask",
             "expected padding on the left only, got masked positions at the end or in the middle "
@@ -101,13 +102,13 @@ def leading_pads(
             "the pad token",
             UnsupportedModelError,
         )
-    if found[3]:
+    if has_empty_row:
         raise wrong(
             "attention_mask",
             "expected at least one token in every row, got rows of padding alone",
             "Leave these rows out of the batch",
         )
-    if found[1]:
+    if is_not_causal:
         raise wrong(
             "attention_mask",
             "expected a causal mask over the observation window, got packed sequences or tokens "
@@ -115,7 +116,7 @@ def leading_pads(
             "Read each sequence as a row of its own, with causal attention",
             UnsupportedModelError,
         )
-    return pads if found[2] else None
+    return pads if has_pads else None
 
 
 def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
@@ -145,14 +146,14 @@ def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
 
 
 def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
-    """Return whether the voting rows have another mask than a causal one with left padding.
+    """Check whether the mask of the last queries differs from a causal mask with left padding.
 
     Args:
         visible: (B, H or 1, rows, columns) bool, the mask of the last `rows` queries.
         pads: (B,) int64, the number of padding tokens in front of each row.
 
     Returns:
-        A scalar bool tensor, so that the GPU need not be waited for here.
+        A () bool tensor, True if the masks differ. It is not read here, which would wait for a GPU.
     """
     rows, columns = visible.shape[-2:]
     expected = ops.window_visibility(rows, columns, pads, device=visible.device)
@@ -202,7 +203,7 @@ def stored_mask(implementation: str, hidden_slots: Tensor | None, slots: int, qu
 
 
 def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
-    """Create the mask of `stored_mask` for flex attention.
+    """Create a mask over the stored slots for flex attention.
 
     Args:
         columns: (B, S + Q) bool, True for the slots that are not hidden.

@@ -118,8 +118,8 @@ def shares_latent(model: PreTrainedModel) -> bool:
     return bool(getattr(config, "kv_lora_rank", None))
 
 
-def has_images_positions(modules: Iterable[Any]) -> bool:
-    """Return whether the model has read an image, after which positions do not count tokens.
+def has_read_image(modules: Iterable[Any]) -> bool:
+    """Return whether the model has read an image that has shifted the positions of later tokens.
 
     This holds for models with three position axes (Qwen2-VL, section 2.1), which store the shift
     of the positions in `rope_deltas`.
@@ -127,8 +127,8 @@ def has_images_positions(modules: Iterable[Any]) -> bool:
     Args:
         modules: the modules of the model.
     """
-    found = (getattr(module, "rope_deltas", None) for module in modules)
-    return any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in found)
+    shifts = (getattr(module, "rope_deltas", None) for module in modules)
+    return any(isinstance(deltas, Tensor) and bool(deltas.any()) for deltas in shifts)
 
 
 class States(Enum):
@@ -155,6 +155,12 @@ def states_of(model: PreTrainedModel) -> States:
 
 @torch.no_grad()
 def _find_states(model: PreTrainedModel) -> States:
+    """Find out by running the model how it handles its recurrent states.
+
+    The model reads two tokens, the first recurrent state is filled with NaN, and the model reads
+    two more tokens. If their logits are finite, the model has reset its states. A model without
+    such states gives `States.NONE`.
+    """
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     ids = torch.full((1, 2), config.vocab_size // 2, device=device_of(model))
@@ -167,7 +173,11 @@ def _find_states(model: PreTrainedModel) -> States:
 
 
 def _first_state(cache: DynamicCache) -> Tensor | None:
-    """Return the recurrent state of the first layer that has one; None if no layer has."""
+    """Return the recurrent state of the first layer that has one, in its own shape and dtype.
+
+    Returns:
+        The tensor itself and no copy; None if no layer has a recurrent state.
+    """
     held = (getattr(layer, "recurrent_states", None) or {} for layer in cache.layers)
     return next((state for each in held for state in each.values() if state is not None), None)
 
@@ -205,7 +215,7 @@ def _find_rotations(
 
 
 def length_dependent_rope(config: Any) -> str | None:
-    """Return the `rope_type` under which keys depend on the length of the text; None if none do."""
+    """Return the `rope_type` if keys depend on the length of the text, or None if they do not."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     kinds = (str(part.get("rope_type", "default")) for part in nested or [parameters])
@@ -281,7 +291,7 @@ def _candidates(
 
 
 def _rotary_embeddings(model: PreTrainedModel) -> list[Any]:
-    """Return the rotary modules of the text decoder; those of the whole model if it has none."""
+    """Return the rotary modules of the text decoder, or of the whole model if it has none."""
     # `get_decoder` of ModernBERT's decoder returns its head, which has no rotary module.
     for part in (model.get_decoder(), model):
         named = [each for each in part.modules() if type(each).__name__.endswith("RotaryEmbedding")]
@@ -321,26 +331,28 @@ def absent_layers(model: PreTrainedModel, layers: Sequence[int], counted: int) -
 
 def attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> dict[int, list[Any]]:
     """Return the attention modules of each layer, by its index; an empty list if it has none."""
-    found: dict[int, list[Any]] = {index: [] for index in layers}
+    by_layer: dict[int, list[Any]] = {index: [] for index in layers}
     for module in model.get_decoder().modules():
-        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in found:
-            found[module.layer_idx].append(module)
-    return found
+        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) in by_layer:
+            by_layer[module.layer_idx].append(module)
+    return by_layer
 
 
 @contextlib.contextmanager
-def noting_inputs(module: Any, note: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `note` with the hidden states that enter a module, in this thread and this block.
+def observing_inputs(module: Any, observe: Callable[[Tensor], object]) -> Iterator[None]:
+    """Call a function with the inputs of a module during its forward passes within this block.
+
+    Forward passes in other threads are ignored.
 
     Args:
         module: the module.
-        note: receives (B, N, hidden) states before each forward pass of the module.
+        observe: receives (B, N, hidden) states before each forward pass of the module.
     """
     thread = threading.get_ident()
 
     def pass_on(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if threading.get_ident() == thread:
-            note(named["hidden_states"] if "hidden_states" in named else inputs[0])
+            observe(named["hidden_states"] if "hidden_states" in named else inputs[0])
 
     hook = module.register_forward_pre_hook(pass_on, with_kwargs=True)
     try:
@@ -356,7 +368,7 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
         UnsupportedModelError: the attention of a layer does not have exactly one module with a
             known name (`o_proj`, `dense`, `c_proj` or `out_proj`).
     """
-    found: dict[int, Any] = {}
+    projections: dict[int, Any] = {}
     for index, modules in attention_modules(model, layers).items():
         named = (getattr(module, name, None) for module in modules for name in _PROJECTIONS)
         parts = [part for part in named if part is not None]
@@ -370,8 +382,8 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
                 "Use a method that does not weight values by the output projection",
                 UnsupportedModelError,
             )
-        found[index] = parts[0]
-    return found
+        projections[index] = parts[0]
+    return projections
 
 
 @torch.no_grad()

@@ -39,7 +39,15 @@ def layer_devices(model: Any) -> dict[int, torch.device]:
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
-    """Return a parameter of a module without gradient; on the host if it is offloaded.
+    """Return a parameter of a module without its gradient.
+
+    Args:
+        module: the module that has the parameter itself.
+        name: the name of the parameter.
+
+    Returns:
+        The values in the shape and dtype of the parameter. They are on the host if accelerate has
+        offloaded them.
 
     Raises:
         UnsupportedModelError: the parameter is on the meta device, and accelerate has no values.

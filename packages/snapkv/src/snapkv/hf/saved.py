@@ -21,7 +21,7 @@ from snapkv.errors import (
     wrong,
 )
 from snapkv.hf.identity import identity_of, require_identity
-from snapkv.hf.model_parts import has_images_positions
+from snapkv.hf.model_parts import has_read_image
 from snapkv.hf.placement import device_of, layer_devices
 from snapkv.policies import POLICIES, Policy
 from snapkv.storage.bits import KVCodes
@@ -39,7 +39,7 @@ def require_plain_positions(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: the model's `rope_deltas` are not zero.
     """
-    if has_images_positions(model.modules()):
+    if has_read_image(model.modules()):
         raise wrong(
             "model",
             f"positions of {type(model).__name__} do not count tokens after an image, and a saved "
@@ -96,7 +96,9 @@ def encoded(
     beside: Mapping[str, Tensor],
     codes: KVCodes | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors by name and the JSON header of the file of a cache.
+    """Convert a cache to the tensors, by name, and the JSON header of its file.
+
+    The tensors are those of the cache, not copies, unless they are quantized for the file.
 
     Args:
         cache: a `CompressedCache`.
@@ -104,10 +106,13 @@ def encoded(
         model: the identity of its model.
         beside: further tensors, by name.
         codes: the quantized form for keys and values that are not quantized yet, or None.
+
+    Raises:
+        InvalidArgumentError: a stored number is not finite, so it cannot be quantized.
     """
     prompt_state = cache.prompt_state
     tensors = {f"{_BESIDE}{name}": value for name, value in beside.items()}
-    tensors |= prompt_state.read_ids.up_to(prompt_state.seen_tokens).state()
+    tensors |= prompt_state.read_ids.truncate(prompt_state.seen_tokens).state()
     notes = {
         "model": dict(model),
         "policy": cache.policy.as_saved(),
@@ -133,7 +138,7 @@ def read(
     recall_bytes: int | None = None,
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """Read a cache and the further tensors from a file.
+    """Load a cache from a file, and the further tensors that were saved beside it.
 
     Args:
         kind: the class of the cache to make.

@@ -39,7 +39,7 @@ class Recorder(Protocol):
     """An object that captures the work of a decode step on one kind of device."""
 
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Run this block on the stream of the capture, so that it can warm the step up."""
+        """Run the operations of this block on the stream of the capture, to warm up a step."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Capture `step` without running its work.
@@ -151,7 +151,7 @@ class StepGraph:
     def __init__(self, model: PreTrainedModel, cache: Any, buffers: AppendBuffers) -> None:
         self._model, self._cache, self._buffers = model, cache, buffers
         self._obstacle: str | None = None
-        self._given: Any = None  # shapes, dtypes and other constants of a step's inputs
+        self._input_kinds: Any = None  # shapes, dtypes and other constants of a step's inputs
         self._held: list[Tensor] = []  # input tensors at the addresses that the graph reads
         self._output: Any = None
         self._replay: Callable[[], None] | None = None
@@ -159,11 +159,14 @@ class StepGraph:
         weakref.finalize(self, buffers.release).atexit = False
 
     def expect(self, new_tokens: int) -> None:
-        """Make sure that the append buffers can hold the next step, before its mask is made.
+        """Make room for the next decode step in the append buffers, before its mask is made.
 
-        If the step cannot be captured, the buffers are released and it will run eagerly.
+        If the step cannot be captured, the buffers are released and the step will run eagerly.
+
+        Args:
+            new_tokens: how many tokens the step reads.
         """
-        if self._obstacle or self._buffers.has_slots(new_tokens):
+        if self._obstacle or self._buffers.use_slots(new_tokens):
             return
         obstacle = _obstacle(self._model) or self._buffers.obstacle
         if obstacle:
@@ -171,22 +174,30 @@ class StepGraph:
             self.close()
         else:
             self._buffers.allocate(new_tokens)
-            self._given = None
+            self._input_kinds = None
 
     def close(self) -> None:
-        """Release the append buffers and the graph, for instance when `generate` has ended."""
+        """Release the append buffers and the captured graph, for example after `generate`."""
         self._buffers.release()
-        self._given = self._replay = None
+        self._input_kinds = self._replay = None
 
-    def __call__(self, **given: Any) -> Any:
-        leaves, spec = tree_flatten(given)
+    def __call__(self, **inputs: Any) -> Any:
+        """Run a decode step, by replaying the captured step if there is one.
+
+        Args:
+            inputs: the keyword arguments of the model.
+
+        Returns:
+            The output of the model, with tensors that later steps do not overwrite.
+        """
+        leaves, spec = tree_flatten(inputs)
         kinds = spec, [_kind(leaf) for leaf in leaves]
-        if kinds != self._given and not self._obstacle:
-            self._given = kinds
+        if kinds != self._input_kinds and not self._obstacle:
+            self._input_kinds = kinds
             self._begin(leaves, spec)
         if self._replay is None:
             with forward_context.step():
-                made = self._model(**given)
+                made = self._model(**inputs)
             self.close()
             return made
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -196,7 +207,12 @@ class StepGraph:
         return tree_map_only(Tensor, torch.clone, self._output)
 
     def _begin(self, leaves: list[Any], spec: Any) -> None:
-        """Capture a step with these inputs; if that is impossible, log why and run eagerly."""
+        """Capture a step with these inputs. If that is not possible, log why and run eagerly.
+
+        Args:
+            leaves: the inputs of the step, flattened.
+            spec: the structure of the inputs.
+        """
         if not _counts(self._cache):
             obstacle = "the cache has no append buffers for the step"
         else:
@@ -223,10 +239,10 @@ class StepGraph:
         """
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
-        given = tree_unflatten(own, spec)
+        inputs = tree_unflatten(own, spec)
 
         def step() -> None:
-            self._output = self._model(**given)
+            self._output = self._model(**inputs)
 
         recorder = RECORDERS[self._model.device.type]()
         changed = _written_over(self._cache)
@@ -248,10 +264,10 @@ _said: "weakref.WeakKeyDictionary[Cache, str]" = weakref.WeakKeyDictionary()
 
 
 def described(cache: Cache) -> str | None:
-    """Return a sentence for the report of a cache that says how its decode steps ran.
+    """Describe for the report of a cache how its decode steps were run.
 
     Returns:
-        The sentence, or None if no capture has been tried.
+        "one graph", or "eager: " followed by the reason; None if no capture has been tried.
     """
     return _said.get(cache)
 
@@ -315,10 +331,11 @@ _LENT = SimpleNamespace(is_compileable=True)
 
 
 def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_config: Any) -> Any:
-    """Decide for `generate` whether to compile decode steps, and have them captured instead.
+    """Return whether `generate` should use compiled decode steps, and provide captured ones.
 
-    It wraps `_valid_auto_compile_criteria`. If the cache is a compressed one and the device has a
-    recorder, it puts a `StepGraph` into `generation_config`, which it changes in place.
+    It wraps `_valid_auto_compile_criteria`. If the cache is a compressed one, the device has a
+    recorder and transformers would compile the steps of a cache of fixed size, it sets the
+    `compile_config` of `generation_config`, which changes in place, to a new `StepGraph`.
     """
     cache = cache_among(model_kwargs)
     if not hasattr(cache, "prompt_state") or model.device.type not in RECORDERS:

@@ -93,15 +93,22 @@ class Setup:
 
     @property
     def codes(self) -> KVCodes | None:
+        """The quantized form of the kept tokens, or None if they are not quantized.
+
+        Raises:
+            InvalidArgumentError: `quantize` has an unknown value.
+            InvalidTypeError: `quantize` has an unknown parameter.
+        """
         return None if self.quantize is None else KVCodes.of(self.quantize)
 
     @property
     def turn_mode(self) -> Turns:
-        """The way in which a later prompt is handled, as `turns` or else `recall` asks for it."""
+        """How a later prompt is handled, by default "recall" with the option `recall`."""
         return self.turns or ("append" if self.recall is None else "recall")
 
     @property
     def recalls(self) -> bool:
+        """Whether every evicted token is restored when a later prompt is read."""
         return self.turn_mode == "recall"
 
     @property
@@ -111,7 +118,12 @@ class Setup:
 
     @property
     def pool(self) -> OffloadPool | None:
-        """A new pool for evicted keys and values; None if they are deleted."""
+        """A new pool of memory for evicted keys and values, or None if these are deleted.
+
+        Raises:
+            InvalidArgumentError: the folder cannot be used, or the limit is below 1.
+            InvalidTypeError: `recall` or `recall_bytes` has the wrong type.
+        """
         where = self.recalled_from
         return None if where is None else pool_for(where, self.recall_bytes)
 
@@ -124,6 +136,7 @@ class Setup:
 
     @property
     def evicts(self) -> bool:
+        """Whether the policy evicts tokens while the model generates."""
         return isinstance(self.policy, EvictingPolicy)
 
     @property
@@ -134,7 +147,7 @@ class Setup:
 
     @property
     def method(self) -> str:
-        """The policy for an error message, marked if it is the default."""
+        """The name and the parameters of the policy for an error message."""
         is_default = method_name(self.policy.describe()) == DEFAULT
         return f"the default, {self.policy!r}" if is_default else repr(self.policy)
 
@@ -145,6 +158,7 @@ class Setup:
 
     @property
     def other_names(self) -> str:
+        """The names of `other_layers` in one line of text."""
         return ", ".join(self.other_layers)
 
 

@@ -14,6 +14,6 @@ def on_device(numbers: Any, device: torch.device) -> Tensor:
         device: where the result is made.
 
     Returns:
-        An int64 tensor.
+        An int64 tensor, whose shape is that of the nested lists.
     """
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

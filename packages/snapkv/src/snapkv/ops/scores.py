@@ -36,7 +36,11 @@ class ScoreOptions:
     def scores(self, products: Tensor) -> Tensor:
         """Convert the products of queries and keys into attention scores.
 
-        Changes `products` in place.
+        Args:
+            products: a tensor of any shape, which changes in place.
+
+        Returns:
+            The scores in the same shape and dtype.
         """
         scores = products.mul_(self.scaling)
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)

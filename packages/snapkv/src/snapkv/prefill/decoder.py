@@ -176,7 +176,7 @@ class MemoryWatch:
         self._device = device_of(model)
         self.cache: CompressedCache | None = None
         self.tokens = 0
-        self.available_bytes: int | None = None  # None if it is not known
+        self.available_bytes: int | None = None
 
     def note(self, cache: CompressedCache, tokens: int) -> None:
         """Record that `cache` reads a prompt of `tokens` tokens, and how much memory is free.

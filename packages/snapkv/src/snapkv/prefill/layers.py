@@ -32,7 +32,7 @@ from snapkv.validation import format_bytes, require_int
 
 @contextlib.contextmanager
 def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Iterator[None]:
-    """Let the model read prompts into a `CompressedCache` layer by layer within this block.
+    """Let the model read long prompts into a `CompressedCache` layer by layer within this block.
 
         with layer_by_layer(model):
             model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
@@ -108,6 +108,7 @@ def _read(
 
 
 def _comes_in_pieces(cache: Any, tokens: int, chunk_tokens: int) -> bool:
+    """Return whether an input of `tokens` tokens is read into this cache in pieces."""
     is_long = isinstance(cache, CompressedCache) and tokens > chunk_tokens
     return is_long and not torch.is_grad_enabled()
 
@@ -132,6 +133,7 @@ def _read_layer(
         If it ran in pieces, they are `hidden_states` itself, and the tuple has no further entries.
 
     Raises:
+        InvalidArgumentError: the policy needs token ids.
         UnsupportedModelError: an argument of the layer cannot be split into pieces.
         InvalidArgumentError: the policy looks at token ids.
         CacheMismatchError: the prompt was not announced, and may contain draft tokens.

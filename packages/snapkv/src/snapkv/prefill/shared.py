@@ -51,7 +51,7 @@ class _Step:
     last_output: Tensor | None = None
 
     def append_to(self, cache: CompressedCache) -> None:
-        """Append the tokens to `cache`, and let it select as if the model had read the prompt.
+        """Append the recorded tokens to another cache, as if the model had read the prompt into it.
 
         Changes `cache` in place. The attention call of this step must have been recorded.
         """
@@ -93,7 +93,7 @@ class SharedReading:
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         self._model, self._ids = model, input_ids
-        leader = _NotingCache(model, FullCache())
+        leader = _RecordingCache(model, FullCache())
         begin = time.perf_counter()
         unwrapped = replacing_forward({model: model.forward})  # raises now if `given` would raise
         with torch.inference_mode(), hooked(leader), unwrapped:
@@ -154,8 +154,12 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
     )
 
 
-class _NotingCache(CompressedCache, Hook):
-    """A cache that keeps all tokens, and records in `steps` what each layer appends to it."""
+class _RecordingCache(CompressedCache, Hook):
+    """A cache that keeps all tokens, and records the tokens and the attention call of each layer.
+
+    Attributes:
+        steps: one record for each layer, in the order in which the layers were read.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

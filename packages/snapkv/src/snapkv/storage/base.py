@@ -30,16 +30,16 @@ class TokenStore(ABC):
     """Holds the keys and values of one layer's tokens, which nothing else assigns.
 
     Tokens are in KV cache slots. Every head has the same number of slots: if heads hold different
-    numbers of tokens, each is padded on the left to the longest. A method that changes a store
-    returns the store to use from now on, which may have another layout.
+    numbers of tokens, each is padded on the left to the longest. A method that may change the
+    layout returns the store to use from now on, which is often `self`.
 
     Attributes:
         tail: keys and values of tokens that all heads hold; all tokens except those in `ragged`.
-        num_kv_heads: heads of the keys that are appended. H is larger if a policy keeps one set per
-            query head.
+        num_kv_heads: how many heads the appended keys have. The store has more heads, H, if the
+            policy keeps different tokens for each query head.
         kind: name of the layout in saved files.
-        has_room: whether the tail has lent room: its buffers stay in place, and steps do not use
-            the host.
+        has_room: whether the tail is a buffer of fixed address and size (`LentTail`), so that a
+            decode step can be captured.
         is_exact: whether keys and values are stored as they were appended, none quantized.
         ragged: what heads of different lengths hold; None if all hold the same number.
     """
@@ -70,6 +70,7 @@ class TokenStore(ABC):
 
     @property
     def is_filled(self) -> bool:
+        """Whether the store has ever received tokens, so that `keys` and `values` are tensors."""
         return self.tail.keys is not None
 
     @property
@@ -95,18 +96,19 @@ class TokenStore(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens and return the keys and values for attention.
 
-        The new tokens are the last ones of the tail that is returned. The first tokens of an empty
-        store are copied into the append buffer.
+        Changes the store in place. The new tokens are the last ones of the tail that is returned.
+        The first tokens of an empty store are copied into the append buffer.
 
         Args:
             keys: (B, num_kv_heads, N, D).
             values: (B, num_kv_heads, N, Dv).
-            coming: how many more tokens are known to come, for which room is made.
-            in_place: whether to write into the append buffer; not useful if everything is moved at
-                every step.
+            coming: how many more tokens are known to follow; the buffer gets free slots for them.
+            in_place: whether to write into the append buffer. A policy that evicts at every step
+                passes False, since all tokens are copied then anyway.
 
         Returns:
-            All keys and values of the tail, which may be views of the append buffer.
+            All keys (B, H, S, D) and values (B, H, S, Dv) of the tail, which may be views of the
+            append buffer.
         """
         if self.tail.keys is None:
             self.num_kv_heads = keys.shape[1]
@@ -173,6 +175,14 @@ class TokenStore(ABC):
         return self
 
     def select_rows(self, rows: Tensor) -> "TokenStore":
+        """Select rows of the batch in a new order.
+
+        Args:
+            rows: (new B,) integers, the old row for every new one.
+
+        Returns:
+            The store to use from now on, which is `self`, changed in place.
+        """
         rows = rows.to(self.keys.device)
         self._hold(lambda states: states.index_select(0, rows))
         return self
@@ -185,7 +195,7 @@ class TokenStore(ABC):
     def finalize_step(self, drafts: int = 0) -> None:
         """Do the work that is due at the end of a step, such as quantizing the new tokens.
 
-        A store that is not quantized has nothing to do.
+        Changes the store in place. Does nothing if the store is not quantized.
 
         Args:
             drafts: how many of the last tokens are drafts, which may still be removed or moved.
@@ -205,10 +215,10 @@ class TokenStore(ABC):
         values, so that rounding does not accumulate.
 
         Args:
-            sink_tokens: how many first keys to move.
-            gap: (B,), how many tokens of each row have been dropped after the sinks.
+            sink_tokens: how many of the first keys to move.
+            gap: (B,) int64, how many tokens each row has evicted after the sinks.
             rotation: rotates (B, H, N, D) states by (B, N) positions.
-            before: the result of the last call, or a pair of None.
+            before: the result of the last call, or a pair of None for the first call.
 
         Returns:
             (B, H, sinks, D) the original keys, and (B, 1, 1, 1) bool, whether a row's sinks are at
@@ -224,13 +234,13 @@ class TokenStore(ABC):
         return sinks, moved
 
     def with_room(self, tokens: int, padding: Tensor | None) -> "TokenStore":
-        """Return a store that has room for more tokens, so that a step can be captured.
+        """Return a store with an append buffer of fixed address, so that a step can be captured.
 
-        New tokens are written in place, see `LentTail`. A dense store returns a ragged one; any
-        other store returns itself, changed in place.
+        New tokens are written into the buffer, see `LentTail`. A dense store returns a ragged one;
+        any other store returns itself, changed in place.
 
         Args:
-            tokens: how many tokens there is room for.
+            tokens: how many more tokens fit into the buffer.
             padding: (B,) int64, how many leading slots of each row hold no token; None for none.
         """
         del padding  # ragged heads hold none
@@ -238,7 +248,10 @@ class TokenStore(ABC):
         return self
 
     def leave_room(self) -> None:
-        """Copy the written tokens into a tail that can grow, and free the fixed buffer."""
+        """Replace the fixed append buffer by a growing tail, which gets the tokens written so far.
+
+        Changes the store in place.
+        """
         self.tail = Tail(*(part.clone() for part in self.tail.written))
         self.has_room = False
 
@@ -249,8 +262,8 @@ class TokenStore(ABC):
             tokens: how many tokens.
 
         Returns:
-            (B, num_kv_heads, tokens, D) keys and values: one set per KV head, even if query heads
-            keep sets of their own.
+            (B, num_kv_heads, tokens, D) keys and (B, num_kv_heads, tokens, Dv) values: one set per
+            KV head, even if query heads keep sets of their own.
         """
         return self._of_kv_heads(*self.tail.written, tokens)
 
@@ -264,7 +277,7 @@ class TokenStore(ABC):
         Slots without a token hold arbitrary numbers.
 
         Returns:
-            (B, num_kv_heads, slots, D) keys and values.
+            (B, num_kv_heads, slots, D) keys and (B, num_kv_heads, slots, Dv) values.
         """
         return self.last(self.slots)
 
@@ -274,24 +287,28 @@ class TokenStore(ABC):
         return int(self.keys.nbytes + self.values.nbytes) if self.is_filled else 0
 
     def token_cost(self, heads: int, codes: KVCodes | None) -> TokenCost:
-        """Return the number of bytes that each kept token takes.
+        """Return how many bytes a token takes in the full cache, and after compression.
 
         Args:
             heads: how many heads keep the token.
             codes: how the token will be quantized, or None.
+
+        Returns:
+            The bytes for one row of this layer.
         """
         per_head = self.keys.element_size() * (self.keys.shape[-1] + self.values.shape[-1])
-        one = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
+        cost = TokenCost(full_bytes=self.num_kv_heads * per_head, block_bytes=heads * per_head)
         if codes is None:
-            return one
+            return cost
         blocks = heads * block_bytes(self.padded(), codes)
-        return replace(one, block_bytes=blocks, block_tokens=codes.group_size)
+        return replace(cost, block_bytes=blocks, block_tokens=codes.group_size)
 
     @property
     def bits(self) -> str:
         """The number of bits of each stored number, as text.
 
-        For instance "16"; "8/4" if keys are quantized to 8 bits and values to 4.
+        Examples are "16", and "8/4" if keys are quantized to 8 bits and values to 4. It is "0"
+        while the store is empty.
         """
         return str(8 * self.keys.element_size()) if self.is_filled else "0"
 

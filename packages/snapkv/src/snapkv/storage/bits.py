@@ -26,8 +26,8 @@ class KVCodes(metaclass=WithParameters):
         group_size: how many numbers share a scale and a least number of 16 bits each, 32 or 64.
 
     Raises:
-        InvalidTypeError: an unknown argument.
-        InvalidArgumentError: a number is out of range.
+        InvalidTypeError: an argument is unknown.
+        InvalidArgumentError: a number is not one of those that are allowed.
     """
 
     keys: Number = 4
@@ -64,7 +64,7 @@ class KVCodes(metaclass=WithParameters):
 
         Raises:
             InvalidTypeError: the mapping has an unknown parameter.
-            InvalidArgumentError: another word, or a number out of range.
+            InvalidArgumentError: `given` is another word or object, or a number is out of range.
         """
         if isinstance(given, KVCodes):
             return given

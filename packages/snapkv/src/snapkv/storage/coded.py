@@ -12,7 +12,6 @@ from torch import Tensor
 from snapkv.ops import (
     BlockLayout,
     Codes,
-    ScoreOptions,
     TailInputs,
     coded_attention,
     encode_all,
@@ -30,9 +29,10 @@ class CodedStates:
 
     Attributes:
         codes: the codes of the keys and those of the values.
-        sections: tokens of each head by when they were encoded.
-        how: with how many bits.
-        least_slots: the fewest slots of the padded layout when the first section was encoded.
+        sections: for each time at which tokens were encoded, how many tokens of each head.
+        how: the number of bits, and the size of a block.
+        least_slots: how many slots the padded layout had when the first section was encoded, even
+            if every head has fewer tokens.
     """
 
     codes: tuple[Codes, Codes]
@@ -55,6 +55,9 @@ class CodedStates:
 
         The layers must be on one device. This waits for a GPU only once.
 
+        Returns:
+            New states for each layer; `several` does not change.
+
         Raises:
             InvalidArgumentError: a number is not finite, or beyond half of float32's range.
         """
@@ -65,7 +68,7 @@ class CodedStates:
         if len(several) > 1 and any(part.scale.dtype is torch.float32 for part in codes):
             # Some states may fit into float16 scales if they are encoded alone.
             return [cls.of(states, how) for states in several]
-        sizes = [sum(-(-n // G) for n in itertools.chain(*one.head_tokens)) for one in several]
+        sizes = [sum(-(-n // G) for n in itertools.chain(*each.head_tokens)) for each in several]
         own = zip(*(part.split(sizes) for part in codes), strict=True)
         return [
             cls(
@@ -84,10 +87,12 @@ class CodedStates:
 
     @functools.cached_property
     def head_tokens(self) -> Counts:
+        """The number of tokens in each head."""
         return self.layout.head_tokens
 
     @functools.cached_property
     def longest_tokens(self) -> int:
+        """The number of slots in the padded layout."""
         grown = sum(section[0][0] for section in self.sections[1:])
         return max(self.least_slots + grown, *map(max, self.head_tokens))
 
@@ -98,21 +103,19 @@ class CodedStates:
 
     @property
     def index_bytes(self) -> int:
+        """The number of bytes of the tensors that describe the layout."""
         return self.layout.nbytes
 
-    def attend(
-        self,
-        queries: Tensor,
-        tail: Pair,
-        score_options: ScoreOptions,
-        own_visible: Tensor | None = None,
-        tail_tokens: Tensor | None = None,
-    ) -> Tensor:
-        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
+    def attend(self, inputs: TailInputs) -> Tensor:
+        """Compute the attention of the queries to these states and to the tail.
+
+        Returns:
+            (B, Hq, Q, Dv).
+        """
         return coded_attention(inputs, *self.codes, self.layout)
 
     def grown(self, keys: Tensor, values: Tensor) -> "CodedStates":
-        """Return new states with more tokens appended to every head.
+        """Return new states with `keys` and `values` quantized and appended to every head.
 
         Args:
             keys: (B, H, N, D), where N is a multiple of the group size.
@@ -131,11 +134,11 @@ class CodedStates:
         return replace(self, codes=codes, sections=layout.sections)
 
     @property
-    def spread_bytes(self) -> int:
+    def decoded_bytes(self) -> int:
         """The number of bytes that the keys and values take after decoding.
 
         Raises:
-            ValueError: parts of a file do not fit together.
+            ValueError: the codes and the sections do not fit together, as in a damaged file.
         """
         G = self.how.group_size
         tokens = sum(sum(map(sum, section)) for section in self.sections)
@@ -148,6 +151,7 @@ class CodedStates:
         return int(tokens * sum(widths))
 
     def decoded(self) -> RaggedStates:
+        """Decode all keys and values to the dtype that they had before."""
         flat = self.layout.flat
         keys, values = (part.decoded().flatten(0, 1).index_select(0, flat) for part in self.codes)
         return RaggedStates(
@@ -158,6 +162,11 @@ class CodedStates:
         )
 
     def select_rows(self, rows: Tensor) -> "CodedStates":
+        """Return states with rows of the batch in a new order; a row may be repeated.
+
+        Args:
+            rows: (new B,) integers, the old row for every new one.
+        """
         order = rows.tolist()
         chosen = self.layout.blocks_of_rows(order)
         sections = tuple(tuple(section[row] for row in order) for section in self.sections)
@@ -165,10 +174,17 @@ class CodedStates:
         return replace(self, codes=codes, sections=sections)
 
 
-def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
+def quantize_state(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     """Quantize the keys and values in the state of a store, so that its file is smaller.
 
     The tail stays exact. A state that is already quantized, or empty, is returned unchanged.
+
+    Args:
+        state: what `TokenStore.state` returned, or `keys` and `values` by name.
+        how: the number of bits.
+
+    Returns:
+        A new state, or `state` itself.
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -183,19 +199,18 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     return others | {"states": CodedStates.of(states, how)} if len(states.keys) else state
 
 
-def state_spread(state: dict[str, Any]) -> dict[str, Any]:
-    """Decode the keys and values in a state that `state_in_codes` has quantized.
+def decode_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Decode the keys and values in a state that `quantize_state` has quantized.
 
-    The state of a store that was quantized itself is returned unchanged, after a check of its
-    sizes.
+    The state of a `CodedStore`, and one without quantized states, is returned unchanged.
 
     Raises:
-        ValueError: parts of a file do not fit together.
+        ValueError: the codes and the sections do not fit together, as in a damaged file.
     """
     states = state.get("states")
     if not isinstance(states, CodedStates):
         return state
-    _ = states.spread_bytes  # raises if its parts do not fit together
+    _ = states.decoded_bytes  # raises if its parts do not fit together
     if "how" in state:
         return state
     whole = states.decoded()
@@ -233,7 +248,10 @@ def encoded(blocks: Pair, how: KVCodes) -> tuple[Codes, Codes]:
 
     Args:
         blocks: (M, G, D) keys and (M, G, Dv) values.
-        how: with how many bits.
+        how: the number of bits.
+
+    Returns:
+        The codes of the keys and those of the values, M blocks each.
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.

@@ -48,6 +48,13 @@ class DenseStore(TokenStore):
         return self
 
     def select(self, indices: Tensor, tokens: int, counts: Counts | None = None) -> TokenStore:
+        """Keep only some of the first tokens; see `TokenStore.select`.
+
+        Without `counts`, `tokens` must be all slots of the store.
+
+        Returns:
+            `self`, changed in place, or a new ragged store if `counts` is not None.
+        """
         if counts is not None:
             return RaggedStore.gather(self, indices, tokens, counts)
         keys, values = self.tail.written
@@ -76,12 +83,19 @@ class DenseStore(TokenStore):
         return store
 
     def with_room(self, tokens: int, padding: Tensor | None) -> TokenStore:
-        """Return a ragged store that holds all tokens, and has room for more tokens after them."""
+        """Return a new ragged store that holds all tokens, with an append buffer of fixed address.
+
+        See `TokenStore.with_room`. This store does not change.
+        """
         store = self.as_ragged(padding, self.slots)
         store.was_dense = True
         return store.with_room(tokens, None)
 
     def as_ragged(self, padding: Tensor | None, tokens: int) -> RaggedStore:
+        """Return a new ragged store whose heads hold the first `tokens` tokens.
+
+        See `TokenStore.as_ragged`. This store does not change.
+        """
         keys, values = self.tail.written
         if padding is None:
             return RaggedStore(

@@ -23,7 +23,7 @@ Recall = str | Path
 """Where evicted tokens are offloaded to: "host", or a folder."""
 
 _NO_FOLDERS = "host", "cpu", "ram", "gpu", "cuda", "disk", "none"
-"""Words that other libraries use for a place, in any case; only "host" is a place here."""
+"""Words that must not name a folder, because other libraries use them for a kind of memory."""
 
 
 class OffloadPool:
@@ -69,13 +69,16 @@ class OffloadPool:
             is_limited: False if the copy replaces a larger one, which is then not checked against
                 the limit.
 
+        Returns:
+            Tensors in the shapes and dtypes of `states`, with arbitrary content.
+
         Raises:
             OutOfMemoryError: the limit would be exceeded, or the system has no memory left.
         """
         wanted = sum(part.nbytes for part in states)
         with self._lock:
             if is_limited:
-                self.require_room(wanted)
+                self.require_within_limit(wanted)
             self.taken_bytes += wanted
         pinned = device.type == "cuda"  # so that copies need not wait
         try:
@@ -90,7 +93,7 @@ class OffloadPool:
             self.give_back(wanted)
             raise
 
-    def require_room(self, wanted: int) -> None:
+    def require_within_limit(self, wanted: int) -> None:
         """Raise if `wanted` more bytes would exceed the limit.
 
         Raises:
@@ -103,6 +106,7 @@ class OffloadPool:
             raise wrong("recall_bytes", problem, remedy, OutOfMemoryError)
 
     def give_back(self, freed_bytes: int) -> None:
+        """Count `freed_bytes` bytes as free again."""
         with self._lock:
             self.taken_bytes -= freed_bytes
 
@@ -116,6 +120,9 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
 
     The whole size is reserved first, because writing to a mapped file on a full disk kills the
     process. The file has no name, so it disappears with the tensor.
+
+    Returns:
+        A tensor in the shape and dtype of `states`, with arbitrary content.
 
     Raises:
         OutOfMemoryError: the disk is full, or the file cannot be made.
@@ -200,7 +207,9 @@ class Piece:
     def spans(self) -> Iterator[tuple[int, int, int]]:
         """Yield the location of the tokens of each row of the batch.
 
-        Yields three numbers per row: the stored row, the first column, and how many tokens count.
+        Yields:
+            For each row the index of the stored row, the column of its first token, and how many of
+            its tokens count.
         """
         for row, shift in zip(self.rows.tolist(), self.shift.tolist(), strict=True):
             begin = self.start + shift
@@ -208,16 +217,16 @@ class Piece:
 
 
 class OffloadedTokens:
-    """The tokens that a layer has offloaded, as a list of pieces.
+    """The tokens that a layer has offloaded, stored as a list of pieces.
 
-    They are the first tokens that the layer has seen. On a GPU, copies run in their own stream,
+    These are the first tokens that the layer has seen. On a GPU, copies run in their own stream,
     parallel to the work of the next layer. Without a pool nothing is offloaded, and evicted tokens
     are lost.
 
     Attributes:
         pool: the pool that holds them; None for a layer without recall.
-        is_due: whether they must be restored before the next tokens, which vote on all that was
-            seen.
+        is_due: whether they must be restored before the layer reads the next tokens, which vote on
+            all tokens that it has seen.
     """
 
     def __init__(self, pool: OffloadPool | None = None) -> None:
@@ -237,10 +246,11 @@ class OffloadedTokens:
 
     @property
     def held_bytes(self) -> int:
+        """The number of bytes of all pieces, including tokens that no longer count."""
         return sum(states.nbytes for piece in self.pieces for states in piece.stored.tensors)
 
     def append_up_to(self, tokens: int, whole: TokenStore) -> None:
-        """Offload the first `tokens` tokens, except for those that are already offloaded.
+        """Offload those of the first `tokens` tokens that are not offloaded yet.
 
         Does nothing without a pool.
 
@@ -293,7 +303,7 @@ class OffloadedTokens:
         self.pieces.append(Piece(stored=stored, start=start, end=end, rows=rows, shift=none))
 
     def select_where(self, stays: Tensor) -> None:
-        """Keep only some of the offloaded tokens.
+        """Keep only the offloaded tokens that are marked in a mask.
 
         The memory of the others is freed unless a copy of the cache holds them.
 
@@ -318,7 +328,8 @@ class OffloadedTokens:
             values: (B, Hkv, N, Dv).
 
         Returns:
-            New keys and values on the device of `keys`, the offloaded tokens first.
+            New (B, Hkv, `self.tokens` + N, D) keys and (B, Hkv, `self.tokens` + N, Dv) values on
+            the device of `keys`, the offloaded tokens first. The offloaded tokens stay in the pool.
         """
         if not self.pieces:
             return keys.clone(), values.clone()
@@ -344,6 +355,15 @@ class OffloadedTokens:
         return self.with_tail(keys, values)
 
     def _whole(self, tail: Tensor, plane: int) -> Tensor:
+        """Restore the offloaded keys or values, and append those of the tail.
+
+        Args:
+            tail: (B, Hkv, N, D).
+            plane: 0 for keys, 1 for values.
+
+        Returns:
+            (B, Hkv, `self.tokens` + N, D), with zeros in padding.
+        """
         B, H, N, D = tail.shape
         whole = torch.empty(B, H, self.tokens + N, D, dtype=tail.dtype, device=tail.device)
         for piece in self.pieces:
@@ -366,10 +386,15 @@ class OffloadedTokens:
         ]
 
     def clear(self) -> None:
+        """Forget all offloaded tokens."""
         self.pieces, self.is_due = [], False
 
     def select_rows(self, rows: Tensor) -> None:
-        """Select the given rows of the batch, in this order, without copying any tokens."""
+        """Select rows of the batch in a new order, without copying any tokens.
+
+        Args:
+            rows: (new B,) integers, the old row for every new one.
+        """
         rows = rows.cpu()
         self.pieces = [
             replace(piece, rows=piece.rows[rows], shift=piece.shift[rows]) for piece in self.pieces

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv import ops
-from snapkv.ops import RaggedLayout, ScoreOptions, TailInputs, ragged_attention
+from snapkv.ops import RaggedLayout, TailInputs, ragged_attention
 from snapkv.storage.tail import Pair
 
 Counts = tuple[tuple[int, ...], ...]
@@ -27,8 +27,9 @@ class RaggedStates:
     Attributes:
         keys: (N, D), N the sum of `head_tokens`; rows first, then heads, then ascending positions.
         values: (N, Dv).
-        head_tokens: tokens of each head.
-        least_slots: the fewest slots that the padded layout has.
+        head_tokens: how many tokens each head has.
+        least_slots: the padded layout has at least this many slots, even if every head has fewer
+            tokens.
     """
 
     keys: Tensor
@@ -45,14 +46,15 @@ class RaggedStates:
         Args:
             keys: (B, Hkv, T, D).
             values: (B, Hkv, T, Dv).
-            index: (B, H, K) slots after leading entries of -1, which are no tokens.
-            counts: tokens of each head; None to count them, which waits for a GPU.
+            index: (B, H, K) int64, the slots to copy, ascending after leading entries of -1, which
+                stand for no token. H is Hkv or a multiple of it.
+            counts: how many tokens each head copies; None to count them, which waits for a GPU.
         """
         rows = ops.flat_rows(keys, index)
         return cls.from_dense(keys, values)._at_last(rows, counts or tokens_of(index))
 
     def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Create ragged states from the last of some flat rows.
+        """Create ragged states from the last `counts` entries in `rows` of each head.
 
         Args:
             rows: (B, H, K) row numbers in `keys` and `values`.
@@ -62,7 +64,7 @@ class RaggedStates:
         return self.select_flat(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
 
     def select_flat(self, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy the tokens in the given rows of `keys` and `values`.
+        """Return new states with copies of some rows of `keys` and `values`.
 
         Args:
             rows: (N,) row numbers, one head after the other.
@@ -98,7 +100,7 @@ class RaggedStates:
         )
 
     def select(self, keep_indices: Tensor, counts: Counts | None = None) -> "RaggedStates":
-        """Copy the tokens in the given slots of the padded layout.
+        """Return new states with copies of the tokens in some slots of the padded layout.
 
         Args:
             keep_indices: (B, H, K) slots after leading entries of -1, which are no tokens. A slot
@@ -120,17 +122,22 @@ class RaggedStates:
         return slots.where(slots >= self.longest_tokens - counts, -1)
 
     def decoded(self) -> "RaggedStates":
+        """Return these states, which are not quantized."""
         return self
 
     def select_rows(self, rows: Tensor) -> "RaggedStates":
-        """Return the given rows of the batch, in this order; a row may be repeated."""
+        """Return new states with rows of the batch in a new order; a row may be repeated.
+
+        Args:
+            rows: (new B,) integers, the old row for every new one.
+        """
         segments = self._segments()
         counts = tuple(self.head_tokens[row] for row in rows.tolist())
         chosen = _concatenated((pair for row in rows.tolist() for pair in segments[row]), counts)
         return replace(chosen, least_slots=self.least_slots)
 
     def joined(self, other: "RaggedStates") -> "RaggedStates":
-        """Append the tokens of each head of `other` to the same head of these states."""
+        """Return new states in which each head also has the tokens of that head in `other`."""
         both = (self._segments(), other._segments())
         pairs = (
             pair for rows in zip(*both, strict=True) for heads in zip(*rows, strict=True)
@@ -165,6 +172,7 @@ class RaggedStates:
         return self._padded(self.keys)
 
     def padded_values(self) -> Tensor:
+        """Return the values in the padded layout, (B, H, S, Dv), as `padded_keys` does for keys."""
         return self._padded(self.values)
 
     def _padded(self, states: Tensor) -> Tensor:
@@ -193,6 +201,7 @@ class RaggedStates:
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes that the keys and values take."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
@@ -200,22 +209,12 @@ class RaggedStates:
         """The number of bytes of the tensors that describe the layout."""
         return self.layout.held_bytes
 
-    def attend(
-        self,
-        queries: Tensor,
-        tail: Pair,
-        score_options: ScoreOptions,
-        own_visible: Tensor | None = None,
-        tail_tokens: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, inputs: TailInputs) -> Tensor:
         """Compute the attention of the queries to these states and to the tail.
-
-        The arguments are the fields of `snapkv.ops.TailInputs`.
 
         Returns:
             (B, Hq, Q, Dv).
         """
-        inputs = TailInputs(queries, *tail, score_options, own_visible, tail_tokens)
         return ragged_attention(inputs, self.keys, self.values, self.layout)
 
 

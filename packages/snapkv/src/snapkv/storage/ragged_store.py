@@ -18,9 +18,17 @@ from snapkv.storage.tail import Pair, Tail
 class RaggedStore(TokenStore):
     """A store in which heads may keep different numbers of tokens of the prompt.
 
-    The tokens after the prompt are in the tail: `keys` and `values`, (B, H, N, D), the same number
-    for every head. `was_dense` tells that a `DenseStore` became this store for as long as it has
-    room.
+    The tokens after the prompt are in the tail, the same number for every head.
+
+    Args:
+        states: the keys and values that the heads keep.
+        keys: (B, H, N, D), the keys of the tail.
+        values: (B, H, N, Dv), the values of the tail.
+        num_kv_heads: as in `TokenStore`.
+
+    Attributes:
+        was_dense: whether the store was made from a `DenseStore` only for an append buffer of fixed
+            address, so that it becomes dense again afterwards.
     """
 
     kind = "ragged"
@@ -44,6 +52,9 @@ class RaggedStore(TokenStore):
             indices: (B, H, K) int64, slots, ascending after leading entries of -1.
             tokens: how many slots `indices` points into.
             counts: as in `RaggedStates.gather`.
+
+        Returns:
+            A new store with copies; `store` does not change.
         """
         tail, states = store.tail, RaggedStates.gather(*store.tail.written, indices, counts)
         repeats = len(states.head_tokens[0]) // tail.keys.shape[1]
@@ -76,7 +87,7 @@ class RaggedStore(TokenStore):
         return self
 
     def absorb_tail(self) -> None:
-        """Append the tokens of the tail to the heads, so that the tail is empty."""
+        """Move the tokens of the tail into the heads, in place, so that the tail is empty."""
         slots, heads = self.slots, self.heads()
         tail = RaggedStates.from_dense(*self.tail.written)
         self.ragged = replace(heads.joined(tail), least_slots=slots)
@@ -145,6 +156,13 @@ class RaggedStore(TokenStore):
         return self._of_kv_heads(*self.padded(), tokens)
 
     def padded(self) -> Pair:
+        """Return the keys and values of all slots, decoded if they are quantized.
+
+        Slots without a token hold arbitrary numbers.
+
+        Returns:
+            (B, H, slots, D) keys and (B, H, slots, Dv) values.
+        """
         heads, (keys, values) = self.heads(), self.tail.written
         padded = heads.padded_keys(), heads.padded_values()
         if not self.tail.tokens:
@@ -152,9 +170,9 @@ class RaggedStore(TokenStore):
         return torch.cat([padded[0], keys], dim=2), torch.cat([padded[1], values], dim=2)
 
     def select_rows(self, rows: Tensor) -> TokenStore:
-        """Select the given rows of the batch, in this order.
+        """Select rows of the batch in a new order; see `TokenStore.select_rows`.
 
-        There are fewer slots afterwards if the row of the longest head is gone.
+        There are fewer slots afterwards if the row with the longest head is left out.
         """
         super().select_rows(rows)
         self.ragged = self.ragged.select_rows(rows)
@@ -209,7 +227,7 @@ class CodedStore(RaggedStore):
         self.how = how
 
     def finalize_step(self, drafts: int = 0) -> None:
-        """Quantize the heads if they were decoded, and all full blocks of the tail.
+        """Quantize the heads if they were decoded, and all full blocks of the tail, in place.
 
         Args:
             drafts: how many of the last tokens are drafts, which stay exact.

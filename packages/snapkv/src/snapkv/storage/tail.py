@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 ROOM_TOKENS = 64
-"""How many tokens have room after those that had to be copied."""
+"""The number of free slots in a buffer to which all tokens were copied."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys (B, H, S, D) and values (B, H, S, Dv)."""
@@ -16,17 +16,17 @@ class Tail:
     """The keys and values of the last tokens, in a buffer to which new tokens are appended.
 
     The tensors it returns are views of the first slots of buffers. It only writes after the last of
-    these slots, so tensors that it returned before do not change. Tensors that it is given to hold
-    are copied to a buffer with room at the next append.
+    these slots, so tensors that it returned before do not change. Tensors that were passed to
+    `hold` are copied to a buffer with free slots at the next append.
 
     Args:
         keys: (B, H, S, D), None while empty.
         values: (B, H, S, Dv).
 
     Attributes:
-        keys: the keys that attention gets, likewise `values`.
-        count: () int64, how many of the S slots are written, if only the device knows it; None if
-            all are.
+        keys: (B, H, S, D), the keys that are passed to attention; None while empty.
+        values: (B, H, S, Dv), the values that are passed to attention; None while empty.
+        count: () int64 on the device, how many of the S slots have been written; None if all have.
     """
 
     count: Tensor | None = None
@@ -56,7 +56,10 @@ class Tail:
         Args:
             keys: (B, H, N, D).
             values: (B, H, N, Dv).
-            coming: how many more tokens there is room for; none if gradients are enabled.
+            coming: how many free slots the buffer has after them; none if gradients are enabled.
+
+        Returns:
+            The keys and values in the buffer, in the shapes of the arguments.
         """
         self._room = 0 if torch.is_grad_enabled() else coming
         if self._room:
@@ -75,7 +78,10 @@ class Tail:
         Args:
             keys: (B, H, N, D).
             values: (B, H, N, Dv).
-            in_place: whether to write into the buffer if it has room.
+            in_place: whether to write into the buffer if it has free slots.
+
+        Returns:
+            (B, H, S + N, D) keys and (B, H, S + N, Dv) values.
         """
         tokens = keys.shape[2]
         if not in_place or not self._takes_in_place(keys, values):
@@ -100,7 +106,7 @@ class Tail:
         self.hold(self.keys[:, :, :left], self.values[:, :, :left])
 
     def columns(self, new_tokens: int) -> int:
-        """Return the number of slots that attention will get after `new_tokens` more tokens."""
+        """Return how many slots attention will read after `new_tokens` more tokens."""
         return self.tokens + new_tokens
 
     def _takes_in_place(self, keys: Tensor, values: Tensor) -> bool:

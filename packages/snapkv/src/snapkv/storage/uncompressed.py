@@ -1,4 +1,4 @@
-"""Layers that are not compressed stay transformers' own: what they hold and can take back."""
+"""Operations on cache layers of transformers, which a cache uses where nothing is compressed."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class CrossAttentionLayer(DynamicLayer):
     """A layer that holds the keys and values of an image, which do not depend on the text."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Do nothing, because the layer holds no tokens of the text."""
+        """Do nothing, because the keys and values of this layer do not come from the text."""
 
 
 class AbsentLayer(DynamicLayer):
@@ -38,11 +38,15 @@ class AbsentLayer(DynamicLayer):
         """Do nothing, because there are no tokens in this layer."""
 
 
-def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
+def free_dropped_tokens(layer: CacheLayerMixin, new_tokens: int) -> None:
     """Free the memory of old tokens in a sliding-window layer after a long prompt was read.
 
-    transformers keeps the last tokens as a view of all tokens, which stay in memory until the next
-    pass: after a long prompt, the whole prompt in every such layer. Other layers do not change.
+    transformers keeps the last tokens as a view of all tokens, so the whole prompt stays in memory
+    until the next forward pass. Here the view is replaced by a copy. Other layers do not change.
+
+    Args:
+        layer: the layer, which changes in place.
+        new_tokens: how many tokens the forward pass has read.
     """
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return
@@ -51,12 +55,17 @@ def let_go_of_the_past(layer: CacheLayerMixin, new_tokens: int) -> None:
 
 
 def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
-    """Check that the last `count` tokens can be removed from a layer.
+    """Raise if the last `count` tokens cannot be removed from a layer.
 
     Only recurrent layers and sliding-window layers have a limit.
 
+    Args:
+        layer: the layer, which does not change.
+        count: how many tokens are to be removed.
+        layer_idx: the index of the layer, for the error.
+
     Raises:
-        InvalidArgumentError: the layer no longer holds what stood before these tokens.
+        InvalidArgumentError: the layer no longer holds the state or the window before these tokens.
     """
     if hasattr(layer, "conv_states"):
         most, why = _recorded(layer), "has a recurrent state"
@@ -73,7 +82,7 @@ def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
 
 
 def crop(layer: Any, count: int) -> None:
-    """Remove the last `count` tokens from a layer of any kind.
+    """Remove the last `count` tokens from a layer of any kind, in place.
 
     If `count` is 0, a layer that records past states or a longer window frees these.
     """

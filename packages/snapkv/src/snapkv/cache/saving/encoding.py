@@ -18,7 +18,7 @@ from snapkv.cache.restoring import restore
 from snapkv.cache.slots import SlotMap
 from snapkv.errors import CacheFileError, CacheMismatchError, wrong
 from snapkv.storage.bits import KVCodes
-from snapkv.storage.coded import CodedStates, state_in_codes, state_spread
+from snapkv.storage.coded import CodedStates, decode_state, quantize_state
 from snapkv.storage.ragged import RaggedStates
 
 COMPRESSED = "compressed"
@@ -56,10 +56,10 @@ def encode_layer(
     if layer.offloaded.held_bytes:
         parts["offloaded"] = layer.offloaded.on_host()
     if codes is not None:
-        parts["store"] = state_in_codes(parts["store"], codes)
+        parts["store"] = quantize_state(parts["store"], codes)
         if "offloaded" in parts:
             both = dict(zip(_KEYS_AND_VALUES, parts["offloaded"], strict=True))
-            parts["offloaded"] = state_in_codes(both, codes)
+            parts["offloaded"] = quantize_state(both, codes)
     others = layer.other_states
     return {
         "kind": COMPRESSED,
@@ -73,11 +73,11 @@ def encode_layer(
 def decode_layer(
     layer: Any, saved: dict[str, Any], tensors: dict[str, Tensor], device: torch.device
 ) -> None:
-    """Fill an empty layer with what `encode_layer` has returned.
+    """Fill an empty layer with the tokens and states that `encode_layer` has converted.
 
     Args:
         layer: the layer, which changes in place.
-        saved: what `encode_layer` returned.
+        saved: the JSON that `encode_layer` returned.
         tensors: the tensors of the file by name.
         device: where the layer's tensors are put. Offloaded tokens stay on the CPU.
 
@@ -104,7 +104,7 @@ def decode_layer(
     _fill_other(layer, on_device(saved.get("beside", {})), device)
     offloaded = decode(saved.get("offloaded"), tensors.__getitem__)
     if isinstance(offloaded, dict):
-        offloaded = tuple(state_spread(offloaded)[name] for name in _KEYS_AND_VALUES)
+        offloaded = tuple(decode_state(offloaded)[name] for name in _KEYS_AND_VALUES)
     if offloaded is not None:
         layer.offloaded.append(*offloaded, on=device)
     layer.offloaded.is_due = saved["recall_due"]
@@ -113,16 +113,16 @@ def decode_layer(
     notes = on_device(saved["notes"])
     layer.queries.held = notes.pop("last_queries")
     layer.state = layer.state.restored(notes)
-    store = state_spread(on_device(saved["store"]))
+    store = decode_state(on_device(saved["store"]))
     restore(layer, saved["store_kind"], store, SlotMap.restored(slots))
     _require_fitting(layer)
 
 
 def _require_fitting(layer: CompressedLayer) -> None:
-    """Raise unless the parts of a layer have sizes that fit together.
+    """Raise if the keys, the values and the slots of a layer have sizes that do not fit together.
 
     Raises:
-        ValueError: they do not.
+        ValueError: the sizes do not fit together.
     """
     store, slots = layer.store, layer.slots
     keys, values, kept = store.keys, store.values, slots.kept
@@ -185,7 +185,7 @@ def _saveable(attributes: dict[str, Any]) -> dict[str, Any]:
 def _is_saveable(value: Any) -> bool:
     """Return whether the value of an attribute can be written to a file.
 
-    Devices and dtypes, for instance, cannot. They follow from the tensors.
+    Devices and dtypes, for example, cannot be written. They follow from the tensors.
     """
     if isinstance(value, dict):
         return all(_is_saveable(part) for part in value.values())

@@ -87,7 +87,10 @@ def write_sealed(
 
 
 def _is_free_or_saved(path: Path) -> bool:
-    """Return whether `path` is free, an empty file, or a saved cache, as its header tells."""
+    """Return whether `path` does not exist, is an empty file, or has the header of a saved cache.
+
+    These are the files that may be replaced.
+    """
     try:
         with path.open("rb") as file:
             header = _header(file)
@@ -105,7 +108,7 @@ def _header(file: BinaryIO) -> bytes | None:
 
 
 def read_sealed(path: Path) -> SealedFile:
-    """Read a file that `write_sealed` has written.
+    """Read the tensors and the JSON of a sealed file, after comparing its bytes with its digest.
 
     Raises:
         CacheFileError: there is no such file, it is not a saved cache, it has another version, or
@@ -166,7 +169,7 @@ def _missing(path: Path) -> SnapKVError:
 
 
 def _without_views(tensor: "Tensor") -> "Tensor":
-    """Return the tensor on the CPU, in memory of its own, since safetensors writes no views."""
+    """Copy a tensor to memory of its own on the CPU, because safetensors writes no views."""
     here = tensor.detach().cpu().contiguous()
     shared = here.data_ptr() == tensor.data_ptr() or here.untyped_storage().nbytes() != here.nbytes
     return here.clone() if shared else here
@@ -205,10 +208,10 @@ def _find_seal(file: BinaryIO, path: Path) -> tuple[str, int]:
     Raises:
         CacheFileError: the header has no digest.
     """
-    found = list(_SEAL.finditer(_header(file) or b""))
-    if len(found) != 1:
+    seals = list(_SEAL.finditer(_header(file) or b""))
+    if len(seals) != 1:
         raise _damaged(path, "its header is not one of a saved cache")
-    return found[0].group(1).decode(), 8 + found[0].start(1)
+    return seals[0].group(1).decode(), 8 + seals[0].start(1)
 
 
 def _digest(file: BinaryIO, start: int) -> str:

@@ -20,14 +20,24 @@ def digest_of(text: str) -> str:
 
 
 def record_of(document: Mapping[str, Any]) -> str:
-    """Return the content of the file that records a document, which `from_record` reads."""
+    """Return the content of the file that records a document.
+
+    Args:
+        document: the data of the document, with values that JSON can represent.
+
+    Returns:
+        The JSON text from which `from_record` restores the document.
+    """
     return json.dumps({"format": _FORMAT, "sha256": _digest_of(document), "document": document})
 
 
 def from_record(content: str) -> dict[str, Any]:
-    """Read a document from a record that `record_of` has made.
+    """Restore the data of a document from the content of its record.
 
-    The messages of its errors are reasons, which the caller completes with the name of the file.
+    The messages of the errors are only reasons. The caller must add the name of the file.
+
+    Args:
+        content: the text that `record_of` returned.
 
     Raises:
         LibraryError: the content is no record, has another format, or has changed.

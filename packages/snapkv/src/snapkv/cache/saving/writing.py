@@ -74,9 +74,13 @@ def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
 
 
 def foreign_files(folder: Path, names: Collection[str]) -> list[str]:
-    """Return the names of the files in a folder that were not written under one of `names`.
+    """Return the sorted names of the files in a folder that have none of the given names.
 
-    A temporary file that a killed process has left counts as written under its name.
+    A temporary file that a killed process has left counts as a file of the name it was written for.
+
+    Args:
+        folder: the folder to list.
+        names: the names of the files that belong there.
     """
     own = "|".join(map(re.escape, names))
     ours = re.compile(rf"{own}|\.({own})\.[0-9a-f]{{32}}\.partial")

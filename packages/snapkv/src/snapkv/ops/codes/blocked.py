@@ -17,14 +17,17 @@ from snapkv.ops.codes.layout import BlockLayout
 from snapkv.ops.ragged.blocked import attend_pieces
 from snapkv.ops.ragged.inputs import TailInputs
 
-SPREAD_ELEMENTS = 2**19
+UNPACKED_ELEMENTS = 2**19
 """How many elements of keys or values are unpacked at a time."""
 
 
 def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
     """Compute attention to quantized heads without decoding all of them at once.
 
-    See `snapkv.ops.coded_attention`. Products and softmax are in float32.
+    The arguments are those of `snapkv.ops.coded_attention`. Products and softmax are in float32.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of the tail's values.
     """
     return attend_pieces(inputs, _CodedPieces(keys, values, layout))
 
@@ -41,21 +44,26 @@ class _CodedPieces:
         self._n, self._G = layout.piece_blocks, layout.block_tokens
         self.heads, self._layout = layout.piece_heads, layout
 
-    def products(self, asked: Tensor) -> Tensor:
+    def products(self, queries: Tensor) -> Tensor:
         """Multiply the queries of each piece with its keys.
 
         Args:
-            asked: (P, R, D) queries.
+            queries: (P, R, D).
 
         Returns:
             (P, R, n * G) float32.
         """
-        rows, asked = asked.shape[1], _in_fours(asked.float())
+        rows, queries = queries.shape[1], _in_fours(queries.float())
         few = rows < self._G and self._keys.along == "tokens"
         multiply = _products_with_integers if few else _products_with_states
-        return multiply(asked, self._keys, self._n)[:, :rows].flatten(2)
+        return multiply(queries, self._keys, self._n)[:, :rows].flatten(2)
 
     def hide(self, scores: Tensor) -> Tensor:
+        """Set the scores of empty slots to minus infinity, in place, and return `scores`.
+
+        Args:
+            scores: (P, R, n * G or more).
+        """
         pieces, tokens = self._layout.hidden
         if len(pieces):
             scores[pieces, :, tokens] = float("-inf")
@@ -76,32 +84,40 @@ class _CodedPieces:
 
 
 def _in_fours(rows: Tensor) -> Tensor:
-    """Add a row of zeros if there are three rows, because a product of four rows is faster."""
+    """Add a row of zeros if one row is missing to a multiple of four, which is faster to multiply.
+
+    Args:
+        rows: (P, R, D).
+
+    Returns:
+        (P, R or R + 1, D).
+    """
     return pad(rows, (0, 0, 0, 1)) if rows.shape[1] % 4 == 3 else rows
 
 
-def _products_with_integers(asked: Tensor, keys: Codes, n: int) -> Tensor:
+def _products_with_integers(queries: Tensor, keys: Codes, n: int) -> Tensor:
     """Multiply the queries of each piece with its keys, without decoding the keys.
 
     Args:
-        asked: (P, R, D) queries.
+        queries: (P, R, D) float32.
         keys: P * n blocks of codes.
         n: how many blocks each piece has.
 
     Returns:
         (P, R, n, G).
     """
-    P, R, D = asked.shape
-    scaled = (asked[:, None] * keys.scale.view(P, n, 1, D)).view(P * n, R, D)
+    P, R, D = queries.shape
+    scaled = (queries[:, None] * keys.scale.view(P, n, 1, D)).view(P * n, R, D)
     products = _in_parts(scaled, keys, lambda part: part.integers()[:, :D])
-    least = torch.bmm(asked, keys.least.view(P, n, D).float().mT)
+    least = torch.bmm(queries, keys.least.view(P, n, D).float().mT)
     return torch.unflatten(products, 0, (P, n)).transpose(1, 2) + least[..., None]
 
 
-def _products_with_states(asked: Tensor, keys: Codes, n: int) -> Tensor:
-    of_blocks = asked.repeat_interleave(n, dim=0)
+def _products_with_states(queries: Tensor, keys: Codes, n: int) -> Tensor:
+    """Multiply the queries of each piece with its decoded keys; see `_products_with_integers`."""
+    of_blocks = queries.repeat_interleave(n, dim=0)
     products = _in_parts(of_blocks, keys, lambda part: part.decoded().float().mT)
-    return torch.unflatten(products, 0, (len(asked), n)).transpose(1, 2)
+    return torch.unflatten(products, 0, (len(queries), n)).transpose(1, 2)
 
 
 def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
@@ -125,6 +141,7 @@ def _mixed_integers(weights: Tensor, values: Codes) -> Tensor:
 
 
 def _mixed_states(weights: Tensor, values: Codes) -> Tensor:
+    """Compute the weighted sum of the decoded values of each piece; see `_mixed_integers`."""
     P, R, n, G = weights.shape
     of_blocks = weights.transpose(1, 2).reshape(P * n, R, G)
     mixed = _in_parts(of_blocks, values, lambda part: part.decoded().float())
@@ -135,12 +152,16 @@ def _in_parts(rows: Tensor, codes: Codes, spread: Callable[[Codes], Tensor]) -> 
     """Multiply the rows with unpacked codes, a few blocks at a time.
 
     Args:
-        rows: as many matrices for every block as `spread` makes of it.
+        rows: (N, R, C), where N is the number of matrices that `spread` returns for all blocks.
         codes: the blocks.
-        spread: unpacks some blocks, no more than `SPREAD_ELEMENTS` numbers at a time.
+        spread: unpacks some blocks into one or several (C, E) matrices for each block. It is
+            called with at most `UNPACKED_ELEMENTS` numbers at a time, or with a single block.
+
+    Returns:
+        (N, R, E) float32.
     """
     blocks = len(codes.packed)
-    step = max(1, SPREAD_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))
+    step = max(1, UNPACKED_ELEMENTS * codes.bits // (8 * max(1, codes.packed[:1].numel())))
     if blocks <= step:
         return torch.bmm(rows, spread(codes))
     parts = [codes.blocks(slice(start, start + step)) for start in range(0, blocks, step)]

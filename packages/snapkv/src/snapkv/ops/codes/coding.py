@@ -69,7 +69,7 @@ class Codes:
         return int(self.packed.nbytes + self.scale.nbytes + self.least.nbytes)
 
     def blocks(self, chosen: Tensor | slice) -> "Codes":
-        """Return only the chosen blocks, in this order."""
+        """Return the codes of the chosen blocks only, in the order of `chosen`."""
         parts = self.packed[chosen], self.scale[chosen], self.least[chosen]
         return replace(self, packed=parts[0], scale=parts[1], least=parts[2])
 
@@ -130,7 +130,11 @@ def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
     """Quantize several tensors together; this waits for a GPU only once.
 
     Args:
-        parts: (M, G, D) blocks, bits, and whether groups of G lie along tokens or channels.
+        parts: for each tensor its (M, G, D) blocks, the number of bits, and whether the groups of G
+            numbers lie along tokens or channels.
+
+    Returns:
+        The codes of each tensor.
 
     Raises:
         InvalidArgumentError: a number is not finite, or beyond half of float32's range.
@@ -202,7 +206,16 @@ def _steps(lows: Sequence[Tensor], parts: Sequence[tuple[Tensor, int, Along]]) -
 
 
 def _grouped(states: Tensor, bits: int, along: Along) -> Tensor:
-    """Convert the states to float32, with each group in a row of its own."""
+    """Convert the states to float32, with each group along the last axis.
+
+    Args:
+        states: (M, G, D).
+        bits: 4 or 8; channels are padded to whole bytes.
+        along: the axis of the groups.
+
+    Returns:
+        (M, channels, G) along tokens; (M, groups, G, group size) along channels.
+    """
     M, G, D = states.shape
     if along == "tokens":
         return _padded(states.float(), -D % (8 // bits)).mT
@@ -212,6 +225,7 @@ def _grouped(states: Tensor, bits: int, along: Along) -> Tensor:
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """Pack two 4-bit integers into each byte; see `Codes.packed`. 8-bit integers are unchanged."""
     if bits == 4:
         low, high = numbers.chunk(2, dim=-2)
         numbers = low | high << 4
@@ -256,16 +270,25 @@ def _padded(states: Tensor, missing: int) -> Tensor:
     """Repeat the last channel until the number of channels is large enough.
 
     Args:
-        states: the states, with channels on the last axis.
+        states: (M, G, D).
         missing: how many channels to add.
+
+    Returns:
+        (M, G, D + missing).
     """
     return F.pad(states, (0, missing), mode="replicate") if missing else states
 
 
 def _rounded(numbers: Tensor, dtype: torch.dtype, way: int) -> Tensor:
-    """Round numbers up to the next number that the dtype can represent.
+    """Round numbers to the next number that a dtype can represent.
 
-    They are rounded down if `way` is -1.
+    Args:
+        numbers: float32, of any shape.
+        dtype: the dtype of the result.
+        way: 1 to round up, -1 to round down.
+
+    Returns:
+        A tensor of `dtype` in the shape of `numbers`.
     """
     nearest, ends = numbers.to(dtype), torch.finfo(dtype)
     fits = nearest >= numbers if way > 0 else nearest <= numbers

@@ -132,7 +132,8 @@ class BlockLayout:
     def blocks_of_rows(self, rows: list[int]) -> Tensor:
         """Return the indices of all blocks in the given rows of the batch.
 
-        They are in the order of `rows`, and repeated if a row is.
+        Returns:
+            (M',) int64, in the order of `rows`; repeated if a row is repeated.
         """
         H, begins = len(self.sections[0][0]), [0, *itertools.accumulate(self.head_blocks)]
         chosen = [block for row in rows for block in range(begins[row * H], begins[(row + 1) * H])]
@@ -141,10 +142,12 @@ class BlockLayout:
     def joined(self, section: HeadTokens) -> tuple["BlockLayout", Tensor]:
         """Add a section to the layout, and return the new layout and the order of its blocks.
 
-        The order counts the blocks of this layout first, then those of the section alone.
-
         Args:
             section: tokens of each head in the new section.
+
+        Returns:
+            The new layout; and (M',) int64, for each of its blocks the index among the blocks of
+            this layout, followed by those of the section.
         """
         more = BlockLayout((section,), self.block_tokens, self.device)
         order = torch.cat([self.heads, more.heads]).argsort(stable=True)

@@ -21,7 +21,10 @@ def flat_states(codes: Codes, layout: BlockLayout) -> Tensor:
 def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
     """Decode all keys and values, and compute the attention in float32 or wider.
 
-    See `snapkv.ops.coded_attention`.
+    The arguments are those of `snapkv.ops.coded_attention`.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of the tail's values.
     """
     ragged = RaggedLayout(layout.head_tokens, layout.device)
     states = flat_states(keys, layout), flat_states(values, layout)

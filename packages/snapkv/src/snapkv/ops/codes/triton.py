@@ -22,19 +22,22 @@ from snapkv.ops.ragged.triton import _step, _weigh, in_splits, tiles
 def coded_attention(inputs: TailInputs, keys: Codes, values: Codes, layout: BlockLayout) -> Tensor:
     """Compute attention to quantized heads on a GPU, without gradients.
 
-    See `snapkv.ops.coded_attention`.
+    The arguments are those of `snapkv.ops.coded_attention`.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of the tail's values.
     """
     G, (begins, tokens) = layout.block_tokens, layout.table
     blocks = tiles(inputs, most=32)  # registers also hold codes and scales
 
-    def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
+    def attend(grid: tuple[int, int], *shared: Any, **compiled: Any) -> None:
         _attend_codes[grid](
             inputs.queries.contiguous(),
             *(keys.packed, keys.scale, keys.least),
             *(values.packed, values.scale, values.least),
             begins,
             tokens,
-            *given,
+            *shared,
             G=G,
             KEY_BITS=keys.bits,
             KEY_ROWS=keys.packed.shape[1],

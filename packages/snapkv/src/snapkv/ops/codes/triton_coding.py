@@ -21,7 +21,7 @@ _SMALLEST_STEP = tl.constexpr(2.0**-24)
 
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """Quantize several tensors on a GPU, as `snapkv.ops.encode_all` describes it.
+    """Quantize several tensors on a GPU; see `snapkv.ops.encode_all`.
 
     If a number is beyond the range of float16, torch does the work instead.
 
@@ -86,7 +86,7 @@ def _encode(
 ):  # fmt: skip
     """Quantize one section of a block, with one group in each row.
 
-    Of two rows that share bytes the first is in the lower bits.
+    If two rows share bytes, the first of them is in the lower bits.
     """
     section = tl.program_id(0).to(tl.int64)
     start = states_at + section // sections * per_block + section % sections * per_section

@@ -32,11 +32,11 @@ class KeptPieces(Protocol):
         Shape: (P,) int64; None if each head is one piece.
         """
 
-    def products(self, asked: Tensor) -> Tensor:
+    def products(self, queries: Tensor) -> Tensor:
         """Multiply the queries of each piece with its keys.
 
         Args:
-            asked: (P, R, D) queries.
+            queries: (P, R, D).
 
         Returns:
             (P, R, T).
@@ -49,6 +49,9 @@ class KeptPieces(Protocol):
 
         Args:
             scores: (P, R, T or more).
+
+        Returns:
+            The scores in the same shape.
         """
 
     def mixed(self, weights: Tensor) -> Tensor:
@@ -67,8 +70,11 @@ def ragged_attention(
 ) -> Tensor:
     """Compute attention to the kept tokens with a few large matrix products.
 
-    See `snapkv.ops.ragged_attention`. The kept tokens are divided into pieces of equal size, and
-    the softmax is in float32.
+    The arguments are those of `snapkv.ops.ragged_attention`. The kept tokens are divided into
+    pieces of equal size, and the softmax is in float32.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of the tail's values.
     """
     return attend_pieces(inputs, _FlatPieces(layout.pieces, keys, values))
 
@@ -83,10 +89,10 @@ class _FlatPieces:
         self.heads, self._hidden = pieces.heads, pieces.hidden
         self._keys, self._values = pieces.cut(keys), pieces.cut(values)
 
-    def products(self, asked: Tensor) -> Tensor:
+    def products(self, queries: Tensor) -> Tensor:
         blocks, edges = self._keys
-        whole = len(blocks)
-        return torch.cat([torch.bmm(asked[:whole], blocks.mT), torch.bmm(asked[whole:], edges.mT)])
+        of_blocks, of_edges = queries[: len(blocks)], queries[len(blocks) :]
+        return torch.cat([torch.bmm(of_blocks, blocks.mT), torch.bmm(of_edges, edges.mT)])
 
     def hide(self, scores: Tensor) -> Tensor:
         return scores.masked_fill(self._hidden, float("-inf"))
@@ -117,6 +123,9 @@ def _attend_block(inputs: TailInputs, pieces: KeptPieces) -> Tensor:
     """Compute the attention of a block of queries, whose scores fit into memory.
 
     In the body, R = G * Q is the number of rows of queries per head.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of the tail's values.
     """
     (B, Hq, Q, D), (H, S) = inputs.queries.shape, inputs.tail_keys.shape[1:3]
     tail_keys, tail_values = inputs.tail_keys.flatten(0, 1), inputs.tail_values.flatten(0, 1)

@@ -18,16 +18,19 @@ def ragged_attention(
 ) -> Tensor:
     """Compute attention to the kept tokens with the flash attention of torch, without gradients.
 
-    See `snapkv.ops.ragged_attention`. The softmax is in float32 or wider.
+    The arguments are those of `snapkv.ops.ragged_attention`. The softmax is in float32 or wider.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of `values`.
     """
     (B, Hq, Q, D), H = inputs.queries.shape, inputs.tail_keys.shape[1]
     rows = inputs.queries.reshape(1, B * H, Hq // H * Q, D)
-    scale, found, start = inputs.score_options.scaling, [], 0
+    scale, attended, start = inputs.score_options.scaling, [], 0
     for head, count in enumerate(layout.counts):
         mine, own = slice(start, start + count), rows[:, head : head + 1]
-        found.append(_attend(own, keys[None, None, mine], values[None, None, mine], None, scale))
+        attended.append(_attend(own, keys[None, None, mine], values[None, None, mine], None, scale))
         start += count
-    of_heads, of_sums = zip(*found, strict=True)
+    of_heads, of_sums = zip(*attended, strict=True)
     of_kept, kept = torch.cat(of_heads, dim=1), torch.cat(of_sums, dim=1)
     mask = None
     if Q > 1 or inputs.tail_tokens is not None:
@@ -52,8 +55,8 @@ def _attend(
         (1, H, R, Dv) and (1, H, R).
     """
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    found: tuple[Tensor, Tensor] = attend(rows, keys, values, attn_mask=mask, scale=scale)
-    return found
+    attended: tuple[Tensor, Tensor] = attend(rows, keys, values, attn_mask=mask, scale=scale)
+    return attended
 
 
 def obstacle(inputs: TailInputs, values: Tensor, layout: RaggedLayout) -> str | None:

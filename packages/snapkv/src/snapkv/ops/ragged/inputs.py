@@ -12,11 +12,8 @@ from snapkv.ops.scores import ScoreOptions
 class TailInputs:
     """The queries and the tail of an attention call, and the options of the model's attention.
 
-    What the heads keep of the prompt is passed beside it. All of that lies in the past of every
-    query.
-
-    What the heads keep of the prompt is passed beside it. All of that lies in the past of every
-    query.
+    The keys and values that the heads keep of the prompt are separate arguments of each
+    implementation. Every query sees all of them.
 
     Attributes:
         queries: (B, Hq, Q, D), the queries of the last Q tokens.
@@ -27,8 +24,8 @@ class TailInputs:
         own_visible: (Q, N) bool, lower triangular: which of the last N tokens of the tail each
             query sees, if the queries are a tree of candidates. None if each query sees itself and
             every token before it.
-        tail_tokens: () int64, how many of the S slots are written, if only the device knows it.
-            None if all are.
+        tail_tokens: () int64 on the device, how many of the S slots have been written; None if all
+            have.
     """
 
     queries: Tensor

@@ -12,7 +12,10 @@ def ragged_attention(
 ) -> Tensor:
     """Compute attention to the kept tokens one head at a time, in float32 or wider.
 
-    See `snapkv.ops.ragged_attention`.
+    The arguments are those of `snapkv.ops.ragged_attention`.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of `values`.
     """
     queries, own_visible, options = inputs.queries, inputs.own_visible, inputs.score_options
     tail_keys = inputs.tail_keys[:, :, : inputs.tail_tokens]

@@ -28,12 +28,15 @@ def ragged_attention(
 ) -> Tensor:
     """Compute attention to the kept tokens on a GPU, without gradients.
 
-    See `snapkv.ops.ragged_attention`.
+    The arguments are those of `snapkv.ops.ragged_attention`.
+
+    Returns:
+        (B, Hq, Q, Dv), in the dtype of the tail's values.
     """
     keys, values, starts = keys.contiguous(), values.contiguous(), layout.starts
 
-    def attend(grid: tuple[int, int], *given: Any, **compiled: Any) -> None:
-        _attend_split[grid](inputs.queries.contiguous(), keys, values, starts, *given, **compiled)
+    def attend(grid: tuple[int, int], *shared: Any, **compiled: Any) -> None:
+        _attend_split[grid](inputs.queries.contiguous(), keys, values, starts, *shared, **compiled)
 
     sizes = starts, len(keys), layout.longest_tokens
     return in_splits(attend, inputs, sizes, tiles(inputs) | {"num_stages": 2})
@@ -91,7 +94,8 @@ def in_rows(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, int]:
     An append buffer has room after each head, which the kernels can skip; other layouts are copied.
 
     Returns:
-        The keys, the values, and how many tokens lie between the begins of two heads.
+        The keys (B, H, S, D), the values (B, H, S, Dv), and how many tokens lie between the first
+        tokens of two heads.
     """
     apart = keys.stride(1) // keys.shape[3]
     if all(_lies_apart(states, apart) for states in (keys, values)):
@@ -138,7 +142,7 @@ def split_tokens(tokens: int) -> int:
 def _weigh(scores, seen, most, softcap, CAPPED: tl.constexpr):
     """Compute the unnormalised weights of the scores, and update the maximum.
 
-    Also returns the factor by which earlier sums must be multiplied.
+    Returns the weights, the factor by which earlier sums must be multiplied, and the new maximum.
     """
     if CAPPED:
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh

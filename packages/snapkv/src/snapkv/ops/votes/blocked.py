@@ -24,6 +24,14 @@ def window_votes(
     """Compute the votes of the window in blocks of keys, to limit the memory that is needed.
 
     The result is that of `snapkv.ops.votes.reference.window_votes` up to rounding.
+
+    Args:
+        states: the last W queries of the prompt and all T keys of it.
+        group_reduce: how the query heads of a KV head are combined, as in `reduce_group`.
+        block_tokens: how many keys are scored at a time.
+
+    Returns:
+        (B, Hkv, P) float32; (B, Hq, P) for "none".
     """
     keys, pad_tokens, options = states.keys, states.pad_tokens, states.score_options
     softcap, sinks = options.softcap, options.sink_logits
@@ -64,7 +72,14 @@ def window_votes(
 
 
 def finite(highest: Tensor, pad_tokens: Tensor | None) -> Tensor:
-    """Replace the highest score by zero in rows of padding, which see no key."""
+    """Replace minus infinity by zero among the highest scores of rows.
+
+    It is the highest score of a padding query, which sees no key.
+
+    Args:
+        highest: the highest score of each row, in any shape.
+        pad_tokens: (B,) leading padding, or None, for which `highest` is returned.
+    """
     if pad_tokens is None:
         return highest
     return highest.masked_fill(highest.isneginf(), 0.0)
@@ -101,8 +116,15 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
     """Fade the votes in steps whose width doubles each time.
 
     The result is that of `snapkv.ops.votes.reference.fade_votes` up to rounding. After a step of
-    width n, every position has what the n positions before it carry on to it. If the factor is too
-    small for float32, no vote reaches further.
+    width n, the vote of every position includes the faded votes of the n positions before it. If
+    the factor is too small for float32, no vote reaches further.
+
+    Args:
+        votes: (B, H, P) float32, which stay unchanged.
+        decay: the factor per position, in (0, 1).
+
+    Returns:
+        (B, H, P) float32.
     """
     least = torch.finfo(torch.float32).tiny
     factors, width = [1.0], 1
@@ -118,7 +140,10 @@ def fade_votes(votes: Tensor, decay: float) -> Tensor:
 def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
     """Copy the selected tokens, with one index and one copy for each token.
 
-    The result is that of `snapkv.ops.votes.reference.gather_tokens`.
+    The arguments and the result are those of `snapkv.ops.votes.reference.gather_tokens`.
+
+    Returns:
+        (B, max(H, Hs), K, D).
     """
     if not states.is_contiguous():  # making them contiguous would copy dropped tokens, too
         return reference.gather_tokens(states, keep_indices)
@@ -126,7 +151,11 @@ def gather_tokens(states: Tensor, keep_indices: Tensor) -> Tensor:
 
 
 def gather_pair(keys: Tensor, values: Tensor, keep_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the selected tokens of both keys and values, as `gather_tokens` does."""
+    """Copy the selected tokens of both keys and values; see `gather_tokens`.
+
+    Returns:
+        (B, max(H, Hs), K, D) keys and (B, max(H, Hs), K, Dv) values.
+    """
     if not (keys.is_contiguous() and values.is_contiguous()):
         return gather_tokens(keys, keep_indices), gather_tokens(values, keep_indices)
     rows = flat_rows(keys, keep_indices.clamp(min=0))

@@ -29,7 +29,11 @@ _LOG2_E = math.log2(math.e)
 def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
     """Compute the votes of the window for a few heads at a time, in half precision.
 
-    The result is that of `snapkv.ops.votes.reference.window_votes` up to rounding.
+    The arguments are those of `snapkv.ops.window_votes`.
+
+    Returns:
+        (B, Hkv, P) float32; (B, Hq, P) for "none". The votes are those of
+        `snapkv.ops.votes.reference.window_votes` up to rounding.
     """
     (B, Hq, W, D), (Hkv, T) = states.queries.shape, states.keys.shape[1:3]
     N, G = B * Hkv, Hq // Hkv

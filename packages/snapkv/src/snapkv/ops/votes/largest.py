@@ -34,7 +34,11 @@ def largest_votes(
 ) -> tuple[Tensor, Tensor]:
     """Compute the largest vote on each position for a few heads or queries at a time.
 
-    The result is that of `snapkv.ops.votes.reference.largest_votes` up to rounding.
+    The arguments are those of `snapkv.ops.largest_votes`.
+
+    Returns:
+        The largest votes and the sums of unpooled weights, both (B, Hkv, P) float32; (B, Hq, P) for
+        "none". They are those of `snapkv.ops.votes.reference.largest_votes` up to rounding.
     """
     queries, keys, pad_tokens = states.queries, states.keys, states.pad_tokens
     (B, Hq, W, _), (Hkv, T) = queries.shape, keys.shape[1:3]
@@ -60,9 +64,9 @@ def largest_votes(
             received = weights[:, : fill + prefix]
             _add_votes(summed[row, heads, :, pads:], received[:, fill:], shares)
             lifted = _lifted(received, shares.flatten(1), lift, fill, sink_tokens)
-            found = lifted.reshape(*lifted.shape[:2], apart, -1).amax(dim=-1).mT
+            of_block = lifted.reshape(*lifted.shape[:2], apart, -1).amax(dim=-1).mT
             into = largest[row, heads, :, pads:]
-            torch.maximum(into, found, out=into)
+            torch.maximum(into, of_block, out=into)
     reduced = "none" if group_reduce == "max" else group_reduce  # "max" is already reduced
     return (
         reduce_group(largest.flatten(1, 2), Hkv, reduced),

@@ -46,10 +46,17 @@ class Fading(Lift):
         return fade_votes(votes, self.decay)
 
     def pool_rows(self, weights: Tensor) -> Tensor:
-        """Fade the weights of each query; changes `weights` in place.
+        """Fade the weights of each query along the prefix, in place.
 
-        There are two passes over every chunk. The first finds what each chunk carries on to the
-        next, the second adds what came in.
+        There are two passes over every chunk. The first computes the faded weight at the end of
+        each chunk. The second fades the weights within each chunk, beginning with the weight at the
+        end of the chunk before it.
+
+        Args:
+            weights: (N, P, R) float32, none negative, P a multiple of `CHUNK`.
+
+        Returns:
+            `weights`.
         """
         N, P, R = weights.shape
         first, *others = weights.view(N, P // CHUNK, CHUNK, R).unbind(2)

@@ -223,6 +223,9 @@ def attention_weight_blocks(states: AttentionStates, block_tokens: int) -> Itera
     Args:
         states: as in `attention_weights`.
         block_tokens: how many queries a block has, at most.
+
+    Yields:
+        (B, Hq, queries of the block, keys up to its last query) float32.
     """
     N, T = states.queries.shape[2], states.keys.shape[2]
     for start in range(0, N, block_tokens):
@@ -283,7 +286,10 @@ def _stored_weight_blocks(
 ) -> Iterator[Tensor]:
     """Yield the attention weights of stored tokens for one block of queries at a time.
 
-    A query that sees nothing gets NaN.
+    A query that sees nothing gets NaN. The arguments are those of `count_above`.
+
+    Yields:
+        (B, Hq, queries of the block, S) float32.
     """
     N, pads, options = states.queries.shape[2], states.pad_tokens, states.score_options
     first = 0 if pads is None else pads[:, None, None]
@@ -299,6 +305,12 @@ def window_visibility(
     window_tokens: int, prompt_tokens: int, pad_tokens: Tensor | None, *, device: torch.device
 ) -> Tensor:
     """Return a mask of the tokens that the last queries of a prompt can see.
+
+    Args:
+        window_tokens: W, the number of queries.
+        prompt_tokens: T, the number of tokens.
+        pad_tokens: (B,) int64, leading padding of each row, or None.
+        device: the device of the result.
 
     Returns:
         (B or 1, 1, W, T) bool.

@@ -34,11 +34,14 @@ _LOG2_E = math.log2(math.e)
 def window_votes(states: AttentionStates, *, group_reduce: str = "none") -> Tensor:
     """Compute the votes of the window on a GPU, without gradients.
 
-    See `snapkv.ops.window_votes`.
+    The arguments are those of `snapkv.ops.window_votes`.
+
+    Returns:
+        (B, Hkv, P) float32; (B, Hq, P) for "none".
     """
-    given = KernelInputs.of(states)
+    inputs = KernelInputs.of(states)
     with torch.cuda.device_of(states.keys):
-        return _votes(given, given.totals(states.score_options.sink_logits), group_reduce)
+        return _votes(inputs, inputs.totals(states.score_options.sink_logits), group_reduce)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class KernelInputs:
     """The tensors and numbers that are passed to all kernels that compute votes.
 
     Attributes:
+        queries: (B, Hq, W, D), contiguous.
+        keys: (B, Hkv, T, D), contiguous along the last axis.
         pads: (B,) int64; an arbitrary tensor if there is no padding.
         numbers: Hkv, T, W, the strides of the keys, and the factors of `in_base_two`.
         common: the constants that kernels are compiled for.
@@ -59,6 +64,7 @@ class KernelInputs:
 
     @classmethod
     def of(cls, states: AttentionStates) -> "KernelInputs":
+        """Prepare the queries, the keys and the options of a layer for the kernels."""
         keys, options, pad_tokens = states.keys, states.score_options, states.pad_tokens
         keys = keys if keys.stride(-1) == 1 else keys.contiguous()
         queries, D = states.queries.contiguous(), states.queries.shape[3]
@@ -80,7 +86,7 @@ class KernelInputs:
 
     @property
     def states(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The first arguments of each kernel."""
+        """The first arguments of each kernel: the queries, the keys and the padding."""
         return self.queries, self.keys, self.pads
 
     def totals(self, sinks: Tensor | None) -> Tensor:
@@ -102,21 +108,21 @@ class KernelInputs:
         return _put_together(marks)
 
 
-def _split_marks(given: KernelInputs) -> Tensor:
+def _split_marks(inputs: KernelInputs) -> Tensor:
     """Compute the highest score and the sum of the exponentials in each split.
 
     Returns:
         (B * Hkv, splits, G * W, 2).
     """
-    (B, Hkv, T, _), (_, Hq, W, _) = given.keys.shape, given.queries.shape
+    (B, Hkv, T, _), (_, Hq, W, _) = inputs.keys.shape, inputs.queries.shape
     rows = Hq // Hkv * W
-    tile, block = _first_tiles(given.keys, given.common["D_BLOCK"], rows)
+    tile, block = _first_tiles(inputs.keys, inputs.common["D_BLOCK"], rows)
     tiles = B * Hkv * triton.cdiv(rows, tile)
     split = split_tokens(T, tiles)
-    marks = given.queries.new_empty(B * Hkv, triton.cdiv(T, split), rows, 2, dtype=torch.float32)
+    marks = inputs.queries.new_empty(B * Hkv, triton.cdiv(T, split), rows, 2, dtype=torch.float32)
     blocks: dict[str, Any] = {"TILE": tile, "KEYS": block, "num_warps": 8 if tile == 128 else 4}
     launch = _sum_exponentials[(tiles, marks.shape[1])]
-    launch(*given.states, marks, *given.numbers, rows, split, **blocks, **given.common)
+    launch(*inputs.states, marks, *inputs.numbers, rows, split, **blocks, **inputs.common)
     return marks
 
 
@@ -147,25 +153,30 @@ def _put_together(marks: Tensor) -> Tensor:
     return totals
 
 
-def _votes(given: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
+def _votes(inputs: KernelInputs, totals: Tensor, group_reduce: str) -> Tensor:
     """Add up the attention weights that each key receives.
+
+    Args:
+        inputs: the queries and keys.
+        totals: what `KernelInputs.totals` returned.
+        group_reduce: how the query heads of a KV head are combined.
 
     Returns:
         (B, Hkv, P), or (B, Hq, P) for "none", float32.
     """
-    (B, Hq, W, _), (Hkv, T) = given.queries.shape, given.keys.shape[1:3]
+    (B, Hq, W, _), (Hkv, T) = inputs.queries.shape, inputs.keys.shape[1:3]
     G, heads = Hq // Hkv, Hq if group_reduce == "none" else Hkv
-    votes = given.queries.new_empty(B, heads, T - W, dtype=torch.float32)
+    votes = inputs.queries.new_empty(B, heads, T - W, dtype=torch.float32)
     # For "mean" and "sum" the query heads of a group are one run of rows.
     heads, rows = (G, W) if group_reduce in ("none", "max") else (1, G * W)
-    tile, block = _second_tiles(given.keys, given.common["D_BLOCK"], rows)
+    tile, block = _second_tiles(inputs.keys, inputs.common["D_BLOCK"], rows)
     share, each = 1 / G if group_reduce == "mean" else 1.0, group_reduce == "none"
     blocks: dict[str, Any] = {"TILE": tile, "KEYS": block, "num_warps": 8 if block == 256 else 4}
     if votes.numel():
         launch = _add_up[(triton.cdiv(T - W, block), B * Hkv)]
         launch(
-            *given.states, totals, votes, *given.numbers, heads, rows, share,
-            EACH=each, num_stages=2, **blocks, **given.common,
+            *inputs.states, totals, votes, *inputs.numbers, heads, rows, share,
+            EACH=each, num_stages=2, **blocks, **inputs.common,
         )  # fmt: skip
     return votes
 
@@ -190,7 +201,10 @@ def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
     """Fade the votes along the prefix with a kernel that computes no gradients.
 
-    See `snapkv.ops.fade_votes`.
+    The arguments are those of `snapkv.ops.fade_votes`.
+
+    Returns:
+        A new tensor in the shape of `votes`, float32.
     """
     votes = votes.contiguous()
     faded = torch.empty_like(votes)
@@ -329,9 +343,9 @@ def _add_up(
     there = place < prefix
     start = keys_at + head // Hkv * per_batch + head % Hkv * per_head
     keys = rows_at(start, place.to(tl.int64) * per_token, there, D, D_BLOCK)
-    given = there
+    is_token = there
     if PADDED:
-        given = there & (place >= tl.load(pads_at + head // Hkv))
+        is_token = there & (place >= tl.load(pads_at + head // Hkv))
     received = tl.zeros((KEYS,), tl.float32)
     for member in range(0, heads):
         votes = tl.zeros((KEYS,), tl.float32)
@@ -343,7 +357,7 @@ def _add_up(
             products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
             scores = in_base_two(products, slope, ceiling, CAPPED)
             votes += tl.sum(tl.exp2(scores - totals[None, :]), axis=1)
-        votes = tl.where(given, votes, 0.0)
+        votes = tl.where(is_token, votes, 0.0)
         if EACH:
             tl.store(votes_at + (head * heads + member) * prefix + place, votes, mask=there)
         else:
@@ -356,7 +370,7 @@ def _add_up(
 def _behind(factor, faded, next_factor, next_faded):
     """Combine two consecutive runs of votes into one.
 
-    Returns their common factor, and the vote that leaves the second run.
+    Returns the factor of both runs together, and the faded vote at the end of the second run.
     """
     both = tl.maximum(factor * next_factor, _LEAST_FACTOR)
     return both, tl.maximum(next_faded, next_factor * faded)

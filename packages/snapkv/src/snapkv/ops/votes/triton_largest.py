@@ -43,20 +43,24 @@ def largest_votes(
 ) -> tuple[Tensor, Tensor]:
     """Compute the largest vote on each position on a GPU, without gradients.
 
-    See `snapkv.ops.largest_votes`.
+    The arguments are those of `snapkv.ops.largest_votes`.
+
+    Returns:
+        The largest votes and the sums of unpooled weights, both (B, Hkv, P) float32; (B, Hq, P) for
+        "none".
     """
-    given, queries = KernelInputs.of(states), states.queries
+    inputs, queries = KernelInputs.of(states), states.queries
     (B, Hq, W, _), Hkv = queries.shape, states.keys.shape[1]
     each = group_reduce != "max"
     shape = B, Hq if each else Hkv, prefix_tokens
     largest, summed = queries.new_empty(2, *shape, dtype=torch.float32)
     if largest.numel():
         with torch.cuda.device_of(queries):
-            totals = given.totals(states.score_options.sink_logits)
-            fades = _Fades(given, totals, lift.decay, prefix_tokens, sink_tokens)
+            totals = inputs.totals(states.score_options.sink_logits)
+            fades = _Fades(inputs, totals, lift.decay, prefix_tokens, sink_tokens)
             starts, scales = fades.starts_and_scales()
             _largest[(starts.shape[1], B * Hkv)](
-                *given.states, totals, starts, scales, largest, summed, *given.numbers,
+                *inputs.states, totals, starts, scales, largest, summed, *inputs.numbers,
                 Hq // Hkv, *fades.numbers, EACH=each, TILE=fades.tile(W), **fades.common,
             )  # fmt: skip
     reduced = group_reduce if each else "none"
@@ -68,13 +72,13 @@ class _Fades:
 
     def __init__(
         self,
-        given: KernelInputs,
+        inputs: KernelInputs,
         totals: Tensor,
         decay: float,
         prefix_tokens: int,
         sink_tokens: int,
     ) -> None:
-        wide, is_float32 = given.common["D_BLOCK"] > 128, given.keys.dtype == torch.float32
+        wide, is_float32 = inputs.common["D_BLOCK"] > 128, inputs.keys.dtype == torch.float32
         self._most_rows, keys = FLOAT32_TILES if is_float32 else (32 if wide else 64, 128)
         self._fading = max(math.log2(decay), -_NOTHING)
         self.numbers = prefix_tokens, sink_tokens, self._fading
@@ -82,9 +86,9 @@ class _Fades:
             "KEYS": keys,
             "num_stages": 1,
             "num_warps": 8,
-            **given.common,
+            **inputs.common,
         }
-        self._given, self._totals, self._prefix = given, totals, prefix_tokens
+        self._inputs, self._totals, self._prefix = inputs, totals, prefix_tokens
 
     def tile(self, rows: int) -> int:
         """Return the number of rows in each tile.
@@ -108,8 +112,8 @@ class _Fades:
         blocks = triton.cdiv(self._prefix, self.common["KEYS"])
         starts = self._totals.new_empty(heads, blocks, rows)
         sums = carried.new_empty(2, *carried.shape)
-        grid, read = (tiles, carried.shape[1]), (*self._given.states, self._totals)
-        numbers = *self._given.numbers, rows, split, *self.numbers
+        grid, read = (tiles, carried.shape[1]), (*self._inputs.states, self._totals)
+        numbers = *self._inputs.numbers, rows, split, *self.numbers
         _carry[grid](*read, carried, *numbers, **options)
         reach = math.ceil(min(_NOTHING / -self._fading / split, carried.shape[1])) + 1
         _sum_faded[grid](*read, carried, starts, sums, *numbers, reach, **options)
