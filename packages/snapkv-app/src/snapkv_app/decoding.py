@@ -28,6 +28,9 @@ _IN_BROWSERS = {
 The Encoding Standard says so, because pages declare a part of the encoding that they are in.
 """
 
+_FOR_PYTHON = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape", "utf-7")
+"""Encodings that no file has: of names of hosts, of literals, or in a time that grows without end."""
+
 _DECLARED = re.compile(
     rb"""<\?xml[^>]{,200}?encoding\s*=\s*["']([\w.:-]+)|<meta[^>]{,400}?charset\s*=\s*["']?([\w.:-]+)""",
     re.IGNORECASE,
@@ -50,13 +53,13 @@ def decode(name: str, data: bytes) -> str:
         data: the content of the file.
 
     Raises:
-        DocumentError: `data` is binary, in another encoding, or in one that Python does not know.
+        DocumentError: `data` is binary, in another encoding, or declares one that is unknown.
     """
     if is_binary(data):
         raise not_text(name, data)
     declared, encoding = _declared_encoding(data), _unicode_encoding(data)
     try:
-        encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
+        encoding = encoding or _encoding_called(declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         if kind_of(data) is not None:  # compressed data without a NUL byte
@@ -67,9 +70,9 @@ def decode(name: str, data: bytes) -> str:
             "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
             "Russian, SHIFT_JIS Japanese) -t UTF-8",
         ) from error
-    except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
+    except LookupError as error:
         raise refused(
-            f"expected an encoding that Python knows, got {declared!r} declared in {name}",
+            f"expected a known encoding of text, got {declared!r} declared in {name}",
             "Convert it to UTF-8",
         ) from error
 
@@ -98,6 +101,18 @@ def _declared_encoding(data: bytes) -> str:
     if begun[:1] == b"<" and (found := _DECLARED.search(begun)):
         return (found[1] or found[2]).decode("ascii", "replace")
     return next((name for name, shift in _SHIFTED.items() if shift.search(data)), "utf-8")
+
+
+def _encoding_called(declared: str) -> str:
+    """Return the encoding that browsers use for a declared one.
+
+    Raises:
+        LookupError: Python does not know it, or no text is in it.
+    """
+    name = codecs.lookup(declared).name
+    if name in _FOR_PYTHON:
+        raise LookupError(name)
+    return _IN_BROWSERS.get(name, declared)
 
 
 def _unicode_encoding(data: bytes) -> str | None:

@@ -327,13 +327,20 @@ def _read_office(name: str, data: bytes, mime: str) -> Reading:
     return Reading("\n".join(_lines_of(result.document.nodes)), losses)
 
 
+_HIDDEN = {
+    "word/document.xml": re.compile(rb"""<w:vanish\b(?!\s+w:val\s*=\s*["'](?:0|false|off)\b)"""),
+    "content.xml": re.compile(rb"""text:display\s*=\s*["'](?:none|condition)|<text:hidden-"""),
+}
+"""What marks hidden text in the files of Word and OpenDocument documents."""
+
+
 def _hides_text(data: bytes) -> bool:
-    """Return whether a Word document has text that Word does not show."""
+    """Return whether a document has text that its program does not show."""
     if not zipfile.is_zipfile(BytesIO(data)):
         return False
     with zipfile.ZipFile(BytesIO(data)) as archive:
-        place = "word/document.xml"
-        return place in archive.namelist() and b"<w:vanish/>" in archive.read(place)
+        places = _HIDDEN.keys() & set(archive.namelist())
+        return any(_HIDDEN[place].search(archive.read(place)) for place in places)
 
 
 def _lines_of(nodes: Sequence[Any]) -> Iterator[str]:

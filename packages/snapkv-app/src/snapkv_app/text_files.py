@@ -220,7 +220,7 @@ class _Files:
         if path is not None and path.suffix.lower() in (".json", ".jsonl"):
             text = _ESCAPED.sub(_unescaped, text)
         if not text.strip():
-            problem = f"expected text, got nothing in {name}"
+            problem = "; ".join([f"expected text, got nothing in {name}", *losses])
             raise refused(problem, "Pass a file with text")
         if losses:
             self.notices[f"partly read: {name}"] = "; ".join(losses)
