@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,11 @@ PRINTED = re.search(r"It prints:\n\n```\n(.*?)```", (ROOT / "README.md").read_te
     ],
 )
 def test_python_blocks_run(name, code, tmp_path):
-    warnings = ("-W", "error::DeprecationWarning", "-W", "error::FutureWarning")
+    shutil.copy(ROOT / "LICENSE", tmp_path)  # which some blocks read
+    # The inputs of a document name the cache as all supported releases of transformers do, and the
+    # newest one warns.
+    strict = ("-W", "error::FutureWarning") if name == "README.md 1" else ()
+    warnings = ("-W", "error::DeprecationWarning", *strict)
     done = subprocess.run(
         [sys.executable, *warnings, "-c", code],
         cwd=tmp_path,
@@ -120,9 +125,9 @@ def test_picture_of_the_readme_shows_its_rows():
 
 
 def migrations():
-    """Every line of "Press by press" in docs/migrating.md: kvpress's code and ours."""
+    """Every line of the table of presses in docs/migrating.md: kvpress's code and ours."""
     page = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
-    table = page.partition("### Press by press")[2].partition("### ")[0]
+    table = page.partition("### Which policy replaces which press?")[2].partition("### ")[0]
     return re.findall(r"^\| `(.*)` \| `(.*)` \|$", table, flags=re.MULTILINE)
 
 

@@ -49,9 +49,6 @@ METHODS = {
     "across-layers of kvzip": kv.AcrossLayers(kv.KVzip(**BOTH)),
 }
 
-COMPRESSING = [name for name, made in METHODS.items() if not isinstance(made, kv.EvictingPolicy)]
-"""Those that only compress prompts."""
-
 STORED = {
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},

@@ -156,16 +156,5 @@ def hiding_by_step(full, hidden: list[dict]) -> Iterator[Callable[[], None]]:
         _hidden.clear()
 
 
-def masked_generate(model: PreTrainedModel, cache, ids: torch.Tensor, **options) -> torch.Tensor:
-    """`generate` on a full cache whose generated tokens see only what `cache` has kept."""
-    reference, mask = masked_judge(model), options.get("attention_mask")
-    pads = None if mask is None else (mask == 0).sum(-1)
-    _hidden.update(hidden_columns(cache, ids.shape[1], pads))
-    try:
-        return reference.generate(ids, **options)
-    finally:
-        _hidden.clear()
-
-
 def _positions(ids, mask):
     return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]

@@ -120,7 +120,7 @@ def test_every_kind_of_layer(kind, name, require_same):
 def test_layers_that_share_keys_are_not_parted():
     with pretending() as first:
         model = spread(copy.deepcopy(small_model("shared")), first, device(1), 3)
-        with pytest.raises(UnsupportedModelError, match="put layers 2 to 3 on one with device_map"):
+        with pytest.raises(UnsupportedModelError, match="Put layers 2 to 3 on one device with"):
             CompressedCache(model, SNAPKV)
 
 

@@ -14,7 +14,11 @@ __all__ = ["Library"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that the command line starts without torch."""
+    """Import a public name on its first use, so that the command line starts without torch.
+
+    Raises:
+        AttributeError: the package has no public name `name`.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'snapkv_app' has no attribute {name!r}")
     from snapkv_app.library import library

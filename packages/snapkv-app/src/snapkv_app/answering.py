@@ -61,33 +61,35 @@ class Answer:
     token_ids: tuple[int, ...] = ()
 
     def later(self, before_ms: float) -> "Answer":
+        """Return the answer with `before_ms` added to its times, which began too late."""
         first, total = before_ms + self.first_token_ms, before_ms + self.total_ms
         return replace(self, first_token_ms=first, total_ms=total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The comparison of a compressed answer with the full cache's answer."""
+    """The comparison of an answer from a compressed cache with the answer of the full cache."""
 
     same: bool
-    first_difference: int | None
+    first_difference: int | None  # the position of the first different token
 
     @classmethod
     def of(cls, answer: Answer, full: Answer) -> Self:
-        """Compare complete answers by their texts."""
+        """Compare two complete answers: they are the same if their texts are."""
         if answer.text == full.text:
             return cls(same=True, first_difference=None)
         return cls.of_tokens(answer.token_ids, full.token_ids)
 
     @classmethod
     def of_tokens(cls, ours: Sequence[int], theirs: Sequence[int]) -> Self:
+        """Compare two sequences of tokens; a longer one differs where the other has ended."""
         pairs = itertools.zip_longest(ours, theirs)
         place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
         return cls(same=place is None, first_difference=place)
 
     @classmethod
     def of_first(cls, answer: Answer, full: Answer, tokens: int) -> Self:
-        """Compare the first `tokens` tokens, or all if an answer is shorter."""
+        """Compare the first `tokens` tokens of two answers."""
         return cls.of_tokens(answer.token_ids[:tokens], full.token_ids[:tokens])
 
 
@@ -115,12 +117,13 @@ def answer(
         protection: the tokens of the prompt that are always kept.
         prefill: how the prompt is read; None for exactly, in one pass.
         quantize: as for `CompressedCache`.
-        on_text: called with every finished piece of the answer, `answer_start` first.
-        on_prompt_end: called after the prompt, but not with `drafts`.
+        on_text: called with every finished piece of the answer, beginning with `answer_start`.
+        on_prompt_end: called at the end of the prompt; must be None if `drafts` is passed.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
-        InvalidArgumentError: the policy cannot compress this prompt.
+        InvalidArgumentError: the policy cannot compress this prompt, or protected tokens do not fit
+            into the budget.
         OutOfMemoryError: the device is full.
     """
     ids = prompt_ids(loaded, prompt, settings)
@@ -156,7 +159,20 @@ def answer_ids(
     on_text: TextSink | None = None,
     **how: Any,
 ) -> tuple[Answer, Tensor]:
-    """Return the answer after (1, T) ids, see `continue_ids`, and all ids, (1, T + new)."""
+    """Generate the answer after the tokens of a prompt, and measure its costs.
+
+    Args:
+        loaded: the model and its tokenizer.
+        ids: (1, T) int64, the prompt.
+        cache: an empty cache, or one that has read the beginning of `ids`.
+        settings: how the answer is generated.
+        answer_start: the text at the end of the prompt that belongs to the answer.
+        on_text: called with every finished piece of the answer, beginning with `answer_start`.
+        how: further arguments of `continue_ids`, which also says what is raised.
+
+    Returns:
+        The answer, and (1, T + new) int64, the prompt and the generated tokens.
+    """
     prompt_tokens = ids.shape[1]
     watch = _Stopwatch(loaded.tokenizer, on_text, settings.stop_strings, answer_start)
     output = continue_ids(loaded, ids, cache, settings, streamer=watch, **how)
@@ -183,15 +199,18 @@ def answer_ids(
 
 
 def _stored_of(cache: CompressedCache, tokens: int) -> float:
-    """Return how many of the first tokens a one-row cache stores, mean over heads and layers."""
+    """Return how many of the first `tokens` tokens a cache of one row stores.
+
+    The result is the mean over all heads and compressed layers.
+    """
     stored = [layer.stored_positions() for layer in cache.prompt_state.layers]
     return fmean(float(((at >= 0) & (at < tokens)).sum(-1).double().mean()) for at in stored)
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, settings: GenerationSettings) -> Tensor:
-    """Return a prompt's tokens on the model's device, (1, T) int64.
+    """Return the tokens of a prompt on the model's device: (1, T) int64.
 
-    Of a text that is far too long, only the beginning is tokenized.
+    If the text is far too long, only its beginning is tokenized before the error is raised.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
@@ -215,10 +234,10 @@ def require_positions(
         loaded: the model.
         prompt_tokens: the number of tokens of the prompt.
         settings: has the length of the answer.
-        about: words before the number of tokens in the message.
+        about: words to put before the number of tokens in the message.
 
     Raises:
-        PromptTooLongError: it does.
+        PromptTooLongError: prompt and answer need more positions than the model has.
     """
     max_tokens, new_tokens = loaded.max_tokens, settings.max_new_tokens
     if max_tokens is None or loaded.has_positions(prompt_tokens + new_tokens):
@@ -249,19 +268,22 @@ def continue_ids(
     prefill: Prefill | None = None,
     on_prompt_end: PromptEndSink | None = None,
 ) -> Tensor:
-    """Read (1, T) ids into a cache and generate the tokens after them: (1, T + new) int64.
+    """Read a prompt into a cache, and generate the tokens after it.
 
     Args:
-        loaded: model and tokenizer.
-        ids: the prompt.
+        loaded: the model and its tokenizer.
+        ids: (1, T) int64, the prompt.
         cache: an empty cache, or one that has read the beginning of `ids`.
         settings: how tokens are generated.
         context_tokens: the cache is compressed after this many tokens; None for the whole prompt. A
-            policy with a second pass reads these tokens twice, and later turns once.
-        streamer: gets the generated tokens.
-        drafts: the source of drafts; None for none.
-        prefill: how new tokens are read; None for exactly, in one pass.
-        on_prompt_end: called after the prompt.
+            policy that needs a second pass reads these tokens twice.
+        streamer: receives the generated tokens.
+        drafts: the method that drafts tokens; None drafts none.
+        prefill: how new tokens are read; None reads them exactly, in one pass.
+        on_prompt_end: called at the end of the prompt.
+
+    Returns:
+        (1, T + new) int64, the prompt and the generated tokens.
 
     Raises:
         InvalidArgumentError: the policy needs a second pass, and `context_tokens` is None.
@@ -291,10 +313,10 @@ def continue_ids(
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
-    """Return keyword arguments of `generate` that override those of the checkpoint.
+    """Return the keyword arguments of `generate` for these settings.
 
-    They request one sequence without beams and with a cache, because nothing else can be streamed,
-    measured and reported.
+    They override the generation settings of the checkpoint: they request one sequence, without
+    beams and with a cache, because nothing else can be streamed, measured and reported.
     """
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if settings.temperature:
@@ -320,26 +342,27 @@ def _stopping(loaded: LoadedModel, settings: GenerationSettings) -> StoppingCrit
 
 
 def end_token_ids(model: Any, settings: GenerationSettings) -> list[int]:
+    """Return the tokens that end an answer: the model's own, then those of the settings."""
     ids = model.generation_config.eos_token_id
     own = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
     return [*own, *settings.stop_token_ids]
 
 
 def _first_stop(text: str, stop_strings: Sequence[str]) -> int | None:
-    """Return the position of the first stop string in a text; None without one."""
+    """Return where the first stop string begins in a text; None if it contains none."""
     return min((text.find(stop) for stop in stop_strings if stop in text), default=None)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Sample with `seed`, and restore the caller's random state."""
+    """Seed torch's random numbers within this block, and restore the caller's state after it."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
 class _CountingCache(CompressedCache):
-    """A cache that counts forward passes."""
+    """A cache that counts the forward passes of its model in `passes`."""
 
     passes = 0
 
@@ -351,9 +374,10 @@ class _CountingCache(CompressedCache):
 
 
 class _Stopwatch(TextStreamer):
-    """A streamer that passes on finished text up to a stop string, and records every token's time.
+    """A streamer that records the time of every token, and passes finished text to a function.
 
-    It passes on `answer_start` just before the first token.
+    The text begins with `answer_start`, which is passed just before the first token, and ends
+    before the first stop string.
     """
 
     def __init__(
@@ -408,6 +432,7 @@ class _Stopwatch(TextStreamer):
 
 
 def costs(given: Answer) -> dict[str, Any]:
+    """Return the costs of an answer by the names that tables of results use."""
     return {
         "prompt_tokens": given.prompt_tokens,
         "new_tokens": given.new_tokens,
@@ -426,10 +451,11 @@ def answers_together(
     settings: GenerationSettings,
     quantize: Quantize | None = None,
 ) -> list[str]:
-    """Answer prompts in one batch; each answer equals that of its prompt alone, up to rounding.
+    """Answer several prompts in one batch.
 
-    Shorter prompts are padded on the left, and every row is compressed separately. The batch runs
-    until its last answer has ended.
+    Up to rounding, each answer is the one that its prompt alone would get. Shorter prompts are
+    padded on the left, and every row is compressed separately. The batch runs until its last answer
+    has ended.
 
     Returns:
         The texts of the answers.

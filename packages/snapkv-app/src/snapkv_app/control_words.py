@@ -23,8 +23,8 @@ _SAMPLE = "a text"
 def control_words(tokenizer: Any) -> dict[str, int]:
     """Return the words that the tokenizer always turns into one control token, with that token.
 
-    They are the special tokens, and the added words that the chat template writes, because in some
-    model families the tokens that begin a turn are not special.
+    They are the special tokens, and the added words that the chat template contains, because in
+    some model families the tokens that begin a turn are not special.
     """
     template = str(tokenizer.chat_template or "")
     return {
@@ -79,7 +79,8 @@ def tokenized(
         offsets: whether to return where each token begins and ends, which needs a fast tokenizer.
 
     Returns:
-        The tokens, and their offsets if requested; those of tokens around the text are (0, 0).
+        The tokens; and their offsets, if `offsets` is True, which are (0, 0) for special tokens
+        around the text.
 
     Raises:
         InvalidArgumentError: the tokenizer turns something that is not a control word into a
@@ -112,11 +113,11 @@ def content_ids(tokenizer: Any, content: str) -> list[int]:
 
 def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the tokens that a tokenizer puts before and after every text."""
-    whole = tokenizer(_SAMPLE)["input_ids"]
+    complete = tokenizer(_SAMPLE)["input_ids"]
     plain = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
-    for place in range(len(whole) - len(plain) + 1):
-        if whole[place : place + len(plain)] == plain:
-            return whole[:place], whole[place + len(plain) :]
+    for place in range(len(complete) - len(plain) + 1):
+        if complete[place : place + len(plain)] == plain:
+            return complete[:place], complete[place + len(plain) :]
     return [], []
 
 
@@ -127,16 +128,16 @@ def control_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
 
 
 def _require_as_written(tokenizer: Any, pieces: Sequence[str], ids: Sequence[int]) -> None:
-    """Raise if `ids` has more control tokens than the pieces have control words.
+    """Raise if the tokens contain more control tokens than the pieces contain control words.
 
     Raises:
-        InvalidArgumentError: it has.
+        InvalidArgumentError: they do.
     """
     written = sum(piece.count(word) for word in control_words(tokenizer) for piece in pieces)
     if control_tokens(tokenizer, ids) > written:
         raise wrong(
             "text",
-            "the tokenizer turns other words of it than the model's control words into control "
-            "tokens",
+            "the tokenizer turns some of its words into control tokens, although they are not the "
+            "model's control words",
             "Remove those words from the text",
         )

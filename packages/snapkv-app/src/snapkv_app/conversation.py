@@ -1,4 +1,4 @@
-"""Turns about documents in one cache that stays within its budget."""
+"""Hold a conversation about documents in one cache that stays within its budget."""
 
 import copy
 import functools
@@ -8,11 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from snapkv.cache.layer import Turns
 from snapkv.cache.report import CacheReport
 from snapkv.errors import CacheFileError, CacheMismatchError, wrong
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.placement import device_of
+from snapkv.hf.support import Turns
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.spans import Span
@@ -46,19 +46,23 @@ NO_RECALL = "none"
 
 
 class Conversation:
-    """Questions and answers about documents, one after the other in the same cache.
+    """A sequence of questions and answers about documents, which all share one cache.
 
     Args:
-        loaded: model and tokenizer.
-        policy: which tokens the cache keeps for each question.
-        settings: length and sampling.
-        document: text that the questions are about; may be empty.
-        recall: "host" or a folder, see `CompressedCache`; "none" evicts
-            for good. None means "host", or "none" for methods that evict while
-            generating.
-        protection: tokens of the first prompt that are kept in all turns; None for none.
-        prefill: how every turn is read; None for exactly, in one pass.
+        loaded: the model and its tokenizer.
+        policy: selects the tokens that the cache keeps for each question.
+        settings: the length of the answers and how they are sampled.
+        document: the text that the questions are about; may be empty.
+        recall: where evicted tokens are offloaded, so that a later question can use them: "host" or
+            a folder, see `CompressedCache`. With "none" they are lost. None means "host", and
+            "none" for policies that evict while generating.
+        protection: the tokens of the first prompt that every turn keeps; None protects none.
+        prefill: how the tokens of every turn are read; None reads them exactly, in one pass.
         quantize: as for `CompressedCache`.
+
+    Raises:
+        InvalidArgumentError: the policy reads prompts twice, or it evicts while generating and
+            `recall` is neither None nor "none".
     """
 
     def __init__(
@@ -91,9 +95,24 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of the conversation, including those that were evicted."""
         return 0 if self._ids is None else int(self._ids.shape[1])
 
     def ask(self, question: str, *, on_text: TextSink | None = None) -> Answer:
+        """Answer a question, and add both to the conversation.
+
+        If this raises, the conversation is as it was before.
+
+        Args:
+            question: the question.
+            on_text: called with every finished piece of the answer.
+
+        Raises:
+            InvalidArgumentError: the question is empty, or the policy cannot compress this prompt.
+            PromptTooLongError: the conversation and the answer need more positions than the model
+                has.
+            OutOfMemoryError: the device is full.
+        """
         require_question(question)
         ids, parts, asked = self._with(question)
         require_positions(self._loaded, ids.shape[1], self._settings)
@@ -116,7 +135,14 @@ class Conversation:
         return found
 
     def _with(self, question: str) -> tuple[Tensor, list[SpokenPart], Prompt]:
-        """(1, T) int64, the conversation and the question; its parts; and what is new of it."""
+        """Append a question to the tokens of the conversation, without changing it.
+
+        The first question also begins a new cache that keeps the protected tokens.
+
+        Returns:
+            (1, T) int64, the tokens of the conversation with the question; the parts of the
+            conversation; and the prompt that contains the new tokens.
+        """
         tokenizer = self._loaded.tokenizer
         if self._ids is not None:
             later, is_chat = next_turn(tokenizer, question), bool(tokenizer.chat_template)
@@ -130,18 +156,19 @@ class Conversation:
         return begun, question_parts(tokenizer, prompt, self._document), prompt
 
     def drop(self, what: str) -> dict[str, Any]:
-        """Drop parts of the conversation from the cache; see `CompressedCache.drop`.
+        """Drop a part of the conversation from the cache; see `CompressedCache.drop`.
 
         Args:
-            what: "thinking" for that of the answers, "document", or the number of a turn: a
-                question and its answer.
+            what: "thinking" drops the thinking of all answers, "document" drops the document, and
+                the number of a turn, counted from 1, drops a question and its answer.
 
         Returns:
-            How many tokens and bytes were freed: `tokens`, `device_bytes`, `host_bytes`.
+            The number of `tokens` that were dropped, and the `device_bytes` and `host_bytes` that
+            this has freed.
 
         Raises:
-            InvalidArgumentError: there is nothing of that kind left to drop, or the cache cannot
-                drop it.
+            InvalidArgumentError: `what` is none of these, nothing of it is left in the cache, or
+                the cache cannot drop tokens.
         """
         seen, before = self.cache.get_seq_length(), self.report()
         spans = [(start, min(stop, seen)) for start, stop in self._spans_of(what) if start < seen]
@@ -164,6 +191,11 @@ class Conversation:
         }
 
     def _spans_of(self, what: str) -> list[Span]:
+        """Return the tokens that `drop` removes for `what`.
+
+        Raises:
+            InvalidArgumentError: `what` is not a part, or there is no turn with that number.
+        """
         if what == "document":
             return [part.span for part in self._parts if part.role == what]
         if what == "thinking":
@@ -173,18 +205,18 @@ class Conversation:
             raise wrong(
                 "drop",
                 f"expected thinking, document or the number of a turn, got {what!r:.60}",
-                "Type, for instance, /drop 1",
+                "For example, type /drop 1",
             )
         return [part.span for part in turn(self._parts, int(what))]
 
     def _thinking(self, start: int, stop: int) -> list[Span]:
-        """Thinking in an answer, or in what the template writes before it."""
+        """Return the thinking in an answer, which the chat template may have begun before it."""
         assert self._ids is not None
         start = max(0, start - generation_tokens(self._loaded.tokenizer))
         return thinking(self._loaded.tokenizer, self._ids[0, start:stop].tolist(), start)
 
     def _protect(self, prompt: Prompt) -> None:
-        """Begin with a cache that keeps the protected tokens of the first prompt."""
+        """Replace the empty cache by one that keeps the protected tokens of the first prompt."""
         if self._protection is not None:
             policy = self.cache.policy
             model, quantize = self._loaded.model, self._options["quantize"]
@@ -196,7 +228,12 @@ class Conversation:
         return self.cache.report()
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation to a file; see `CompressedCache.save`."""
+        """Write the conversation to a file, from which `load` continues it.
+
+        Raises:
+            InvalidArgumentError: no question has been asked yet.
+            CacheFileError: the file cannot be written; see `CompressedCache.save`.
+        """
         if self._ids is None:
             raise wrong(
                 "save",
@@ -204,8 +241,8 @@ class Conversation:
                 "Ask a question first",
             )
         parts = [(ROLES.index(part.role), *part.span) for part in self._parts]
-        told = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
-        self.cache.save(path, beside={"conversation": self._ids, "parts": told})
+        rows = torch.tensor(parts, dtype=torch.int64).view(-1, 3)
+        self.cache.save(path, beside={"conversation": self._ids, "parts": rows})
 
     @classmethod
     def load(
@@ -218,11 +255,22 @@ class Conversation:
         recall: Recall | None = None,
         prefill: Prefill | None = None,
     ) -> Self:
-        """Load a conversation that `save` wrote; it continues with the policy it was saved with.
+        """Load a conversation that `save` has written.
 
-        `policy` is used if it equals the saved one, for methods that need a tokenizer. `recall` is
-        where evicted tokens are offloaded from now on; None for the saved choice, on the host. A
-        conversation saved without recall takes None or "none".
+        Args:
+            path: the file.
+            loaded: the model that has read the conversation, and its tokenizer.
+            settings: the length of the answers and how they are sampled.
+            policy: a policy with `needs`, such as the ids of tokens, must be the policy of the
+                conversation. Any other is ignored, and the file's policy is used.
+            recall: where evicted tokens are offloaded from now on: "host" or a folder. None for the
+                host if the conversation was saved with recall, and for no recall if it was not.
+            prefill: how the tokens of every turn are read; None reads them exactly, in one pass.
+
+        Raises:
+            CacheFileError: the file is missing or damaged, or contains no conversation.
+            CacheMismatchError: the file belongs to another model or policy, or `recall` contradicts
+                the choice that was saved.
         """
         policy = policy.with_tokenizer(loaded.tokenizer)
         own = policy if policy.needs else None
@@ -255,15 +303,26 @@ class Conversation:
 
 
 def joined(
-    loaded: LoadedModel, said: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
+    loaded: LoadedModel, ids: Tensor, turn: Prompt, settings: GenerationSettings, *, is_chat: bool
 ) -> Tensor:
-    """The conversation, (1, T) int64, with a new turn, with or without a chat template.
+    """Append a new turn to the tokens of a conversation.
 
-    A template's text follows the end token of the answer, which no cache has read yet. Other text
-    follows the answer's text.
+    With a chat template, exactly one end token comes between the last answer and the new turn: that
+    of the answer is removed if the turn begins with it. Without a chat template, it is always
+    removed, and the turn follows the text of the answer.
+
+    Args:
+        loaded: the model and its tokenizer.
+        ids: (1, T) int64, the tokens of the conversation, which end with an answer.
+        turn: the question, as the chat template or `next_turn` writes it.
+        settings: has further tokens that end an answer.
+        is_chat: whether a chat template has written `turn`.
+
+    Returns:
+        (1, T + new) int64, on the device of `ids`.
     """
-    tokenizer, last = loaded.tokenizer, int(said[0, -1])
+    tokenizer, last = loaded.tokenizer, int(ids[0, -1])
     is_written = not is_chat or turn.text.startswith(tokenizer.decode([last]))
     if is_written and last in end_token_ids(loaded.model, settings):
-        said = said[:, :-1]
-    return torch.cat([said, turn.token_ids(tokenizer).to(said.device)], dim=1)
+        ids = ids[:, :-1]
+    return torch.cat([ids, turn.token_ids(tokenizer).to(ids.device)], dim=1)

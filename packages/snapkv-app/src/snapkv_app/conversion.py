@@ -39,9 +39,10 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 
 
 def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
-    """Convert a GGUF file unless that was done before.
+    """Convert a GGUF file into a folder, unless an earlier call has done so.
 
-    bfloat16 rounds by less than the error of a quantized file, and takes half the space of float32.
+    The rounding of bfloat16 is smaller than the error of a quantized file, and it takes half the
+    space of float32.
 
     Several processes may convert the same file at the same time: each works in a folder of its own
     and the first to finish moves it into place. An interrupted conversion leaves no folder behind
@@ -69,6 +70,13 @@ def convert_once(path: Path, dtype: torch.dtype) -> tuple[Path, str]:
 
 
 def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Unpack a GGUF file into `folder`.
+
+    Raises:
+        InvalidArgumentError: the file is damaged or of an unknown architecture, or the folder
+            cannot be written.
+        MissingDependencyError: a package that reads GGUF files is not installed.
+    """
     if absent := absent_for_gguf():
         raise missing_package("model: reading GGUF files", *absent)
     model, tokenizer = _unpack(path, dtype)
@@ -77,14 +85,18 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     except OSError as error:
         raise wrong(
             "SNAPKV_CACHE_DIR",
-            f"expected a folder with room for {path.name}, unpacked "
-            f"({model.num_parameters() * dtype.itemsize:,} bytes), got {error.strerror or error} "
-            f"in {folder.parent}",
+            f"the folder {folder.parent} cannot store the {path.name} that was unpacked "
+            f"({model.num_parameters() * dtype.itemsize:,} bytes): {error.strerror or error}",
             "Set SNAPKV_CACHE_DIR to another folder",
         ) from error
 
 
 def _require_gguf(path: Path) -> None:
+    """Raise unless a file begins as a GGUF file does.
+
+    Raises:
+        InvalidArgumentError: it does not.
+    """
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))
     if magic != _MAGIC:
@@ -96,7 +108,7 @@ def _require_gguf(path: Path) -> None:
 
 
 def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Read model and tokenizer out of a GGUF file, with tensors of `dtype`.
+    """Read a model with tensors of `dtype`, and its tokenizer, from a GGUF file.
 
     Raises:
         InvalidArgumentError: the file is damaged, or transformers cannot read it.
@@ -110,7 +122,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
                 path,
                 path.parent,
                 gguf_file=path.name,
-                told_by="header",
+                listing="header",
                 remedy="Fetch the file again, or use the original model instead",
                 dtype=dtype,
             )
@@ -131,7 +143,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _name_special_tokens(tokenizer: Any, path: Path) -> None:
-    """Set the special tokens of the file's header, which transformers 5.17 mixes up."""
+    """Set the special tokens that the file's header names; transformers 5.17 mixes them up."""
     from gguf import GGUFReader
 
     header = GGUFReader(path).fields
@@ -153,7 +165,7 @@ def _bar_on_terminals() -> Iterator[None]:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the folder completely or not at all."""
+    """Write model and tokenizer into `folder`, which appears complete or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".converting-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / folder.name

@@ -1,4 +1,4 @@
-"""The text of bytes: which encoding they are in, and which bytes are no text."""
+"""Decode the bytes of a file: find their encoding, and refuse bytes that are not text."""
 
 import codecs
 import re
@@ -28,9 +28,6 @@ _IN_BROWSERS = {
 The Encoding Standard says so, because pages declare a part of the encoding that they are in.
 """
 
-_FOR_PYTHON = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape", "utf-7")
-"""Encodings that no file has: of names of hosts, of literals, or in a time that grows without end."""
-
 _DECLARED = re.compile(
     rb"""<\?xml[^>]{,200}?encoding\s*=\s*["']([\w.:-]+)|<meta[^>]{,400}?charset\s*=\s*["']?([\w.:-]+)""",
     re.IGNORECASE,
@@ -43,23 +40,24 @@ _SHIFTED = {
 
 
 def decode(name: str, data: bytes) -> str:
-    """Return the text of `data`, with line ends of Unix.
+    """Decode the content of a text file, and turn its line ends into those of Unix.
 
     The encoding is the one that a byte order mark, an XML declaration, a `<meta>` tag or an escape
-    sequence announces, and UTF-8 without any of them.
+    sequence announces. Without any of them it is UTF-8.
 
     Args:
         name: the name of the file, for error messages.
         data: the content of the file.
 
     Raises:
-        DocumentError: `data` is binary, in another encoding, or declares one that is unknown.
+        DocumentError: `data` is binary or is not in that encoding, or Python does not know the
+            encoding.
     """
     if is_binary(data):
         raise not_text(name, data)
     declared, encoding = _declared_encoding(data), _unicode_encoding(data)
     try:
-        encoding = encoding or _encoding_called(declared)
+        encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         if kind_of(data) is not None:  # compressed data without a NUL byte
@@ -70,25 +68,25 @@ def decode(name: str, data: bytes) -> str:
             "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
             "Russian, SHIFT_JIS Japanese) -t UTF-8",
         ) from error
-    except LookupError as error:
+    except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
         raise refused(
-            f"expected a known encoding of text, got {declared!r} declared in {name}",
+            f"expected an encoding that Python knows, got {declared!r} declared in {name}",
             "Convert it to UTF-8",
         ) from error
 
 
 def is_binary(data: bytes) -> bool:
-    """Return whether `data` is neither text in an encoding of Unicode nor a PDF."""
+    """Return whether `data` contains zero bytes, and is neither a PDF nor text in UTF-16."""
     return not data.startswith(b"%PDF-") and b"\0" in data and not _unicode_encoding(data)
 
 
 def refused(problem: str, remedy: str) -> SnapKVError:
-    """Build the error for a file that cannot be read, as `wrong` does."""
+    """Build the `DocumentError` for a file that cannot be read, as `wrong` does."""
     return wrong("file", problem, remedy, DocumentError)
 
 
 def not_text(name: str, data: bytes) -> SnapKVError:
-    """Build the error for a file that is not text, which says what it is if that is known."""
+    """Build the `DocumentError` for a file that is not text; it names the kind of the file."""
     kind = kind_of(data) or FileKind("binary data")
     remedy = kind.remedy.format(shlex.quote(name)) or (
         "Pass text, Markdown, source code, HTML, PDF or an Office document, or export it as PDF"
@@ -97,26 +95,21 @@ def not_text(name: str, data: bytes) -> SnapKVError:
 
 
 def _declared_encoding(data: bytes) -> str:
+    """Return the encoding that a text declares in its markup or by escape sequences, or UTF-8."""
     begun = data[:1024].lstrip()
     if begun[:1] == b"<" and (found := _DECLARED.search(begun)):
         return (found[1] or found[2]).decode("ascii", "replace")
     return next((name for name, shift in _SHIFTED.items() if shift.search(data)), "utf-8")
 
 
-def _encoding_called(declared: str) -> str:
-    """Return the encoding that browsers use for a declared one.
-
-    Raises:
-        LookupError: Python does not know it, or no text is in it.
-    """
-    name = codecs.lookup(declared).name
-    if name in _FOR_PYTHON:
-        raise LookupError(name)
-    return _IN_BROWSERS.get(name, declared)
-
-
 def _unicode_encoding(data: bytes) -> str | None:
-    """Return the encoding of a byte order mark, or UTF-16 for Latin letters without a mark."""
+    """Return the encoding of Unicode that a byte order mark announces.
+
+    Without a mark, a text is UTF-16 if most of every second byte are zero.
+
+    Returns:
+        The encoding by Python's name; None if it is none of these.
+    """
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if data.startswith(mark):
             return encoding

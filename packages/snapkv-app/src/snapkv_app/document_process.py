@@ -1,4 +1,4 @@
-"""A process that reads documents, so that no document can exhaust or crash the one that asks."""
+"""Read documents in another process, so that no document can exhaust or crash this one."""
 
 import atexit
 import contextlib
@@ -14,17 +14,18 @@ from snapkv.validation import format_bytes
 from snapkv_app.decoding import refused
 
 _SECONDS = 120
-"""The time that a document may take."""
+"""The longest time that reading a document may take."""
 
 _MOST_MEMORY = 2**32
-"""The bytes of memory that a document may take, where the system can limit them."""
+"""The most bytes of memory for reading a document, if the operating system can limit them."""
 
 
 class DocumentProcess:
-    """A process of Python that reads one document after the other; the first one starts it.
+    """A process of Python that reads one document after the other.
 
-    A document that takes too much time or memory, or that makes a library crash, ends the process,
-    and the next document starts another one.
+    It is started for the first document. If a document takes too much time or memory, or makes a
+    library crash, the process ends, and the next document starts another one. Several threads may
+    call `read`: they wait for each other.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class DocumentProcess:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -43,10 +44,10 @@ class DocumentProcess:
         """Read a document.
 
         Args:
-            form: what `read_document` reads it as.
+            form: the form of the document, see `read_document`.
             name: the name of the file, for error messages.
             data: the content of the file.
-            most: the bytes that the text may have in UTF-8.
+            most: the most bytes that the text may have in UTF-8.
 
         Returns:
             The text, and a clause for each part of the document that is not in it; None if the
@@ -69,8 +70,8 @@ class DocumentProcess:
                     self.close()
         if answer is None:
             raise refused(
-                f"expected a document that can be read in {_SECONDS} seconds and "
-                f"{format_bytes(_MOST_MEMORY)} of memory, got {name}, with which reading ended",
+                f"{name} cannot be read in {_SECONDS} seconds and {format_bytes(_MOST_MEMORY)} of "
+                "memory",
                 "Export it as text or PDF, or pass a part of it",
             )
         if "missing" in answer:
@@ -80,6 +81,7 @@ class DocumentProcess:
         return (answer["text"], answer["losses"]) if "text" in answer else None
 
     def _started(self) -> "subprocess.Popen[bytes]":
+        """Return the running process; start one if there is none."""
         if self._process is None or self._process.poll() is not None:
             # One thread each, because every thread reserves memory.
             own = {"TOKIO_WORKER_THREADS": "1", "RAYON_NUM_THREADS": "1"}
@@ -94,11 +96,14 @@ class DocumentProcess:
 
 
 PROCESS = DocumentProcess()
-"""The process of everybody who reads documents here."""
+"""The process that reads all documents of this program."""
 
 
 def _asked(process: "subprocess.Popen[bytes]", question: Any, data: bytes) -> dict[str, Any] | None:
-    """Send a question and the document to a process and return its answer; None if it ended."""
+    """Send a request and a document to the process, and return its answer.
+
+    None if the process ended before it had answered.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
@@ -109,10 +114,10 @@ def _asked(process: "subprocess.Popen[bytes]", question: Any, data: bytes) -> di
 
 
 def _serve(most_memory: int) -> None:
-    """Answer the questions of `_asked` until standard input ends, in `most_memory` bytes."""
+    """Answer requests of `_asked` until standard input ends, with at most `most_memory` bytes."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    sys.setrecursionlimit(10_000)  # pages have tags in tags
+    os.dup2(2, 1)  # so that the output of a library is not read as an answer
+    sys.setrecursionlimit(10_000)  # for pages with deeply nested tags
     _limit_resources(most_memory)
     for line in sys.stdin.buffer:
         form, name, size, most = json.loads(line)
@@ -122,6 +127,10 @@ def _serve(most_memory: int) -> None:
 
 
 def _answer(form: str, name: str, data: bytes, most: int) -> dict[str, Any]:
+    """Return the answer for one document: its text, an "error", or a "missing" package.
+
+    Empty if the text has more than `most` bytes.
+    """
     from snapkv_app.documents import read_document
 
     try:
@@ -130,12 +139,12 @@ def _answer(form: str, name: str, data: bytes, most: int) -> dict[str, Any]:
         return {"error": str(error)}
     except ModuleNotFoundError as error:
         return {"missing": error.name}
-    text = reading.text.encode(errors="replace")  # halves of characters are no text
+    text = reading.text.encode(errors="replace")  # a document may contain halves of characters
     return {"text": text.decode(), "losses": reading.losses} if len(text) <= most else {}
 
 
 def _limit_resources(most_memory: int) -> None:
-    """Limit the memory of this process, and let it write no files."""
+    """Limit the memory of this process, and prevent it from writing files."""
     try:
         import resource  # not on Windows
     except ImportError:

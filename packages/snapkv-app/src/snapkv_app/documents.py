@@ -1,7 +1,8 @@
-"""Readers of documents: HTML, PDF, e-mails, notebooks, EPUB and the files of Office programs.
+"""Read documents: HTML, PDF, e-mails, notebooks, EPUB and the files of Office programs.
 
-The libraries that they call are written in C and Rust, and documents come from strangers, so
-`document_process` runs them in a process of its own. Each is imported when it is needed.
+The libraries for it are written in C and Rust, and documents come from strangers, so
+`document_process` runs this module in a process of its own. Each library is imported when it is
+needed.
 """
 
 import json
@@ -57,6 +58,7 @@ def read_document(form: str, name: str, data: bytes) -> Reading:
 
 
 def _damaged(name: str, error: Exception) -> SnapKVError:
+    """Build the `DocumentError` for a document at which a library has failed with `error`."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return refused(f"expected a complete document, got {name}: {reason}", _AGAIN)
 
@@ -91,9 +93,13 @@ def _read_html(name: str, data: bytes) -> Reading:
 
 
 def _shown_text(markup: str) -> str:
-    """Return what a browser shows of a page, except what style sheets hide.
+    """Return the text of a web page that a browser would show.
 
-    A line stands for a block and a tab for the border of two cells.
+    Every block begins a line, and a tab ends every cell of a table. Style sheets are not read, so
+    text that only they hide is part of the result.
+
+    Raises:
+        ValueError: tags are nested more than 2,048 deep.
     """
     from inscriptis.css_profiles import STRICT_CSS_PROFILE
     from inscriptis.html_engine import Inscriptis
@@ -103,14 +109,14 @@ def _shown_text(markup: str) -> str:
     from inscriptis.model.tag import CustomHtmlTagHandlerMapping
     from lxml import etree, html
 
-    # huge_tree allows 2,048 tags in each other instead of 256.
+    # huge_tree allows 2,048 nested tags instead of 256.
     parser = html.HTMLParser(
         encoding="utf-8", huge_tree=True, remove_comments=True, remove_pis=True
     )
     # lxml would refuse an empty page, and a text whose XML declaration names an encoding.
     page = html.document_fromstring(f"<html>{markup}".encode(), parser=parser)
     if any(entry.level == etree.ErrorLevels.FATAL for entry in parser.error_log):
-        raise ValueError("its tags are in each other more than 2,048 times")
+        raise ValueError("its tags are nested more than 2,048 deep")
     find_hidden = etree.XPath(_NEVER_SHOWN, namespaces=_REGULAR_EXPRESSIONS)
     for element in find_hidden(page):
         element.drop_tree()
@@ -140,7 +146,12 @@ _OCR = "run it through OCR, for instance ocrmypdf"
 
 
 def _read_pdf(name: str, data: bytes) -> Reading:
-    """Read the text layer of a PDF and what is filled in, with an empty line between pages."""
+    """Read the text of a PDF and of its filled-in forms, with an empty line between two pages.
+
+    Raises:
+        DocumentError: the PDF is encrypted, or has no text, or its fonts do not say which letters
+            most of its text consists of.
+    """
     import pypdfium2
     from pypdfium2 import raw
 
@@ -169,9 +180,9 @@ def _read_page(pdf: Any, number: int) -> tuple[str, Counter[str]]:
     """Read a page of a PDF.
 
     Returns:
-        Its text; and the number of its "letters", of those that are "unmapped" because the font
-        does not say which letters its glyphs show, and 1 for "drawn" if the page shows something
-        without a text, or for "broken" if it cannot be read.
+        The text, and counts: the number of "letters"; the number of "unmapped" characters, for
+        which the font does not say which letter they show; 1 for "drawn" if the page shows
+        something but has no text; and 1 for "broken" if the page cannot be read.
     """
     import pypdfium2
     from pypdfium2 import raw
@@ -193,6 +204,7 @@ def _read_page(pdf: Any, number: int) -> tuple[str, Counter[str]]:
 
 
 def _pdf_without_text(name: str, pages: int, counts: Counter[str]) -> SnapKVError:
+    """Build the `DocumentError` that says why a PDF has no readable text."""
     remedy = f"R{_OCR[1:]}"
     if counts["letters"]:
         problem = "fonts that do not say which letters they show"
@@ -206,6 +218,7 @@ def _pdf_without_text(name: str, pages: int, counts: Counter[str]) -> SnapKVErro
 
 
 def _losses_of_pdf(data: bytes, pages: int, counts: Counter[str]) -> Iterator[str]:
+    """Yield a clause for everything that is missing from the text of a PDF."""
     _, end, behind = data.rpartition(b"%%EOF")
     if not end or behind.strip(b"\0\t\n\f\r "):
         yield "it does not end as a PDF does, so its end may be missing"
@@ -223,7 +236,7 @@ def _losses_of_pdf(data: bytes, pages: int, counts: Counter[str]) -> Iterator[st
 
 
 def _is_table_found(data: bytes) -> bool:
-    """Return whether the table of objects is where the end of the PDF says it is."""
+    """Return whether a PDF has its table of objects at the offset that its end names."""
     starts = re.findall(rb"startxref\s+(\d+)", data)
     start = data.find(b"%PDF-") + int(starts[-1]) if starts else len(data)
     return re.match(rb"\s*(xref|\d+\s+\d+\s+obj)", data[start : start + 64]) is not None
@@ -233,7 +246,7 @@ def _is_table_found(data: bytes) -> bool:
 
 
 def _read_mail(name: str, data: bytes) -> Reading:
-    """Read the head and the body of an e-mail; a saved web page (.mhtml) is written as one."""
+    """Read the head and the body of an e-mail, or a saved web page, which has the same format."""
     import email.policy
 
     message = email.message_from_bytes(data, policy=email.policy.default)
@@ -255,20 +268,25 @@ def _read_mail(name: str, data: bytes) -> Reading:
 
 
 def _read_notebook(name: str, data: bytes) -> Reading:
-    """Read the cells of a Jupyter notebook and the text that they put out, without pictures."""
+    """Read the cells of a Jupyter notebook and the text of their outputs, without pictures.
+
+    Raises:
+        DocumentError: the file is not a notebook in format 4.
+    """
     text = decode(name, data)
     try:
         cells = json.loads(text)["cells"]
         parts = ["".join(part) for cell in cells for part in _parts_of(cell)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise refused(
-            f"expected a Jupyter notebook with cells, as format 4 has them, got {name}",
+            f"expected a Jupyter notebook in format 4, got {name}",
             f"Export it with jupyter nbconvert --to markdown {shlex.quote(name)}",
         ) from error
     return Reading("\n\n".join(part.strip("\n") for part in parts if part.strip()), [])
 
 
 def _parts_of(cell: dict[str, Any]) -> Iterator[str | list[str]]:
+    """Yield the source of a cell and the text of each of its outputs."""
     yield cell["source"]
     for output in cell.get("outputs", ()):
         raised = ": ".join(filter(None, map(output.get, ("ename", "evalue"))))
@@ -287,7 +305,7 @@ def _parts_of(cell: dict[str, Any]) -> Iterator[str | list[str]]:
 
 
 def _read_epub(name: str, data: bytes) -> Reading:
-    """Read the chapters of a book in their order."""
+    """Read the chapters of an EPUB book in their order."""
     from lxml import etree
 
     with zipfile.ZipFile(BytesIO(data)) as book:
@@ -307,7 +325,15 @@ def _read_epub(name: str, data: bytes) -> Reading:
 
 
 def _read_office(name: str, data: bytes, mime: str) -> Reading:
-    """Read a document, its notes, headers and footers, with a tab between the cells of a table."""
+    """Read a document of an Office program, including its notes, headers and footers.
+
+    A tab separates the cells of a table.
+
+    Args:
+        name: the name of the file, for error messages.
+        data: the content of the file.
+        mime: the MIME type of the document.
+    """
     import asyncio
 
     import xberg
@@ -327,23 +353,17 @@ def _read_office(name: str, data: bytes, mime: str) -> Reading:
     return Reading("\n".join(_lines_of(result.document.nodes)), losses)
 
 
-_HIDDEN = {
-    "word/document.xml": re.compile(rb"""<w:vanish\b(?!\s+w:val\s*=\s*["'](?:0|false|off)\b)"""),
-    "content.xml": re.compile(rb"""text:display\s*=\s*["'](?:none|condition)|<text:hidden-"""),
-}
-"""What marks hidden text in the files of Word and OpenDocument documents."""
-
-
 def _hides_text(data: bytes) -> bool:
-    """Return whether a document has text that its program does not show."""
+    """Return whether a document is a Word document with hidden text."""
     if not zipfile.is_zipfile(BytesIO(data)):
         return False
     with zipfile.ZipFile(BytesIO(data)) as archive:
-        places = _HIDDEN.keys() & set(archive.namelist())
-        return any(_HIDDEN[place].search(archive.read(place)) for place in places)
+        place = "word/document.xml"
+        return place in archive.namelist() and b"<w:vanish/>" in archive.read(place)
 
 
 def _lines_of(nodes: Sequence[Any]) -> Iterator[str]:
+    """Yield the lines of a document of xberg: paragraphs, list items with marks, and table rows."""
     contents = [json.loads(str(node.content)) for node in nodes]
     depths, numbers = dict[int | None, int](), Counter[int]()
     for place, content in enumerate(contents):

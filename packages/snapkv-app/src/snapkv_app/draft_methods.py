@@ -1,4 +1,4 @@
-"""The drafting methods, behind one interface."""
+"""The methods that draft tokens for speculative decoding, behind one interface."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,33 +9,57 @@ from snapkv_app.models import LoadedModel
 
 @dataclass(frozen=True, kw_only=True)
 class DraftMethod:
-    """The source of drafts, as keyword arguments of `model.generate`."""
+    """A method that drafts tokens, which the model then verifies in one forward pass.
+
+    Attributes:
+        name: the name of the method.
+        options: the keyword arguments of `model.generate` that enable it.
+    """
 
     name: str
     options: dict[str, Any] = field(repr=False)
 
     def tally(self, new_tokens: int, passes: int) -> dict[str, Any]:
-        """Return what the last text cost: its forward passes, and tokens per pass.
+        """Return the name of the method, and how many tokens a forward pass gave on average.
 
-        Every pass verifies drafts, also the prompt's, right behind which transformers drafts.
+        Every pass counts, including the one that reads the prompt, because transformers drafts
+        tokens right after the prompt.
+
+        Args:
+            new_tokens: the number of generated tokens.
+            passes: the number of forward passes.
         """
         share = new_tokens / passes
         return {"method": self.name, "passes": passes, "acceptance_length": share}
 
 
 def prompt_lookup(tokens: int) -> DraftMethod:
-    """Drafts the tokens that follow the same words in the prompt."""
+    """Build the method that drafts the tokens that follow the same words in the prompt.
+
+    Args:
+        tokens: the number of tokens to draft for each pass.
+
+    Raises:
+        InvalidArgumentError: `tokens` is less than 1.
+    """
     if tokens < 1:
         raise wrong(
             "prompt_lookup",
             f"expected at least 1 token to draft, got {tokens}",
-            "Pass, for instance, 10",
+            "For example, pass 10",
         )
     return DraftMethod(name="prompt-lookup", options={"prompt_lookup_num_tokens": tokens})
 
 
 def assistant(loaded: LoadedModel, other: LoadedModel) -> DraftMethod:
-    """Drafts of a smaller model; by text if it has another vocabulary."""
+    """Build the method that drafts with a smaller model.
+
+    If the models have different vocabularies, the drafts are exchanged as text.
+
+    Args:
+        loaded: the model that answers.
+        other: the smaller model.
+    """
     options: dict[str, Any] = {"assistant_model": other.model}
     if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
         options |= {"tokenizer": loaded.tokenizer, "assistant_tokenizer": other.tokenizer}

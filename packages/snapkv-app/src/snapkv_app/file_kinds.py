@@ -1,4 +1,4 @@
-"""The kinds of binary files, which their first bytes tell."""
+"""Recognise the kinds of binary files by their first bytes."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,13 @@ _OFFICE = "Export it as PDF"
 
 
 class FileKind(NamedTuple):
-    """What a file is, and how its text can be had.
+    """A kind of binary files, and what a user can do to get text from such a file.
 
     Attributes:
-        name: the kind, with an article.
-        remedy: a sentence that says what to do, with braces where the quoted name of the file
-            stands; empty if there is nothing special to do.
-        mime: the MIME type of a document that can be read; empty for others.
+        name: the name of the kind, with an article.
+        remedy: a sentence that says what to do, with braces in place of the quoted name of the
+            file; empty if there is no special remedy.
+        mime: the MIME type of a kind of documents that can be read; empty for all others.
     """
 
     name: str
@@ -87,14 +87,14 @@ _IN_ZIP: tuple[tuple[str, str, FileKind], ...] = (
 
 
 def kind_of(data: bytes, suffix: str = "") -> FileKind | None:
-    """Return the kind of a binary file, or None if it is unknown.
+    """Return the kind of a binary file; None if it is unknown.
 
-    The caller must know already that the data is not text, since a text may begin with the same
-    letters.
+    The caller must know that the file is not text, because a text may begin with the same bytes.
 
     Args:
         data: the content of the file.
-        suffix: the suffix of its name, for documents that do not say in `data` what they are.
+        suffix: the suffix of its name, which decides about a ZIP archive that does not contain the
+            usual names of a document.
     """
     for start, letters, kind in _BEGINNINGS:
         if data.startswith(letters, start):

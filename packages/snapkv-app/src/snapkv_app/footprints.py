@@ -20,7 +20,7 @@ def find_footprint(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Footprint:
-    """Find a model's configuration and compute its footprint.
+    """Find the configuration of a model, and compute the footprint of the model from it.
 
     A published shape, a folder and a hub id that is in the hub's cache are read without torch and
     transformers. Both are loaded for a GGUF file, for a hub id that must be downloaded, and for a
@@ -29,15 +29,16 @@ def find_footprint(
     Args:
         name: "demo", a published shape or its hub id, a ``.gguf`` file, a folder with a
             ``config.json``, or another hub id.
-        dtype: counts weights and caches in this dtype; None for the checkpoint's own, in which
-            quantized weights count as stored. Shapes are in bfloat16.
+        dtype: the dtype in which weights and caches are counted. None for the checkpoint's own
+            dtype, with quantized weights as they are stored; published shapes are in bfloat16.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run the configuration code that comes with the checkpoint.
 
     Raises:
-        ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: a damaged `config.json`.
-        UnsupportedModelError: a family whose sizes are not known.
+        ModelNotFoundError: there is no file, folder or model on the hub with that name.
+        InvalidArgumentError: `config.json` is damaged, or `revision` is passed with something else
+            than a hub id.
+        UnsupportedModelError: the sizes of the model's family are not known.
     """
     shape = None if revision else _DEMO_SHAPE if name == "demo" else shape_of(name)
     if shape is not None:
@@ -58,7 +59,11 @@ def find_footprint(
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read an object from a JSON file of a model."""
+    """Read a JSON object from a file of a model.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, or does not contain a JSON object.
+    """
     try:
         found = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -66,7 +71,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise wrong(
             "model",
-            f"expected an object in JSON in {file}, got "
+            f"expected a JSON object in {file}, got "
             f"{found if isinstance(found, Exception) else type(found).__name__}",
             "Download the model again",
         )
@@ -74,7 +79,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _checkpoint_bytes(folder: Path) -> int | None:
-    """Return the bytes of the tensors that transformers loads from a folder; None if unknown."""
+    """Return the bytes of the tensors that transformers loads from a folder.
+
+    None if the folder has no safetensors files or their index has no total size.
+    """
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         found = (_read(index).get("metadata") or {}).get("total_size")

@@ -1,6 +1,6 @@
-"""From files and folders to the documents of a library, and from these back to their files.
+"""Find the documents of files and folders for a library, and the files of its documents.
 
-Importable without torch, so that a question that cannot be answered is refused at once.
+Importing this file loads no torch, so that a question without an answer is refused quickly.
 """
 
 import os
@@ -22,20 +22,34 @@ from snapkv_app.library.searching import Hit
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The texts of files and folders, and what could not be read."""
+    """The result of `find`.
+
+    Attributes:
+        texts: the texts of the sources.
+        failed: the sources that cannot be read, with the reasons.
+        gone: the documents of the library whose files were deleted.
+        notices: a line for every skipped file.
+    """
 
     texts: list[Text] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # what cannot be read, and why
-    gone: list[DocumentEntry] = field(
-        default_factory=list
-    )  # of the library, whose files were deleted
-    notices: list[str] = field(default_factory=list)  # a line for every skipped file
+    failed: dict[str, str] = field(default_factory=dict)
+    gone: list[DocumentEntry] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
 
 def find(sources: Sequence[str], library: Library) -> Found:
-    """Read files, folders and "-" as `text_files.read` does, each by itself, but not the library.
+    """Read every source as `text_files.read` does, and find documents whose files were deleted.
 
-    The result also lists the library's documents whose files are gone.
+    A source that cannot be read is listed in the result, and the others are still read. The folder
+    of the library is skipped.
+
+    Args:
+        sources: files, folders, or "-" for standard input.
+        library: the library to which the texts will be added.
+
+    Raises:
+        LibraryError: the folder is not a library, or this Python's SQLite has no full-text search.
+        MissingDependencyError: the library that reads a document is not installed.
     """
     found = Found()
     for source in sources:
@@ -60,7 +74,10 @@ def find(sources: Sequence[str], library: Library) -> Found:
 
 
 def path_of_source(source: str) -> str:
-    """Return the path of a document's file; in `source`, bytes that are not UTF-8 are escaped."""
+    """Return the path of the file of a document, from the source that is stored with it.
+
+    Bytes that are not UTF-8 are escaped in `source`, and restored in the path.
+    """
     if os.path.lexists(source):
         return source
     return os.fsdecode(_ESCAPED.sub(_byte, os.fsencode(source)))
@@ -74,6 +91,7 @@ def _byte(escaped: re.Match[bytes]) -> bytes:
 
 
 def _has_text(file: str) -> bool:
+    """Return whether a file exists and is not empty, as far as the system lets us know."""
     try:
         return os.stat(file).st_size > 0
     except OSError:
@@ -81,10 +99,19 @@ def _has_text(file: str) -> bool:
 
 
 def search(library: Library, question: str, documents: int) -> tuple[list[Hit], float]:
-    """Return the documents for a question, the best first, and the milliseconds of the search.
+    """Search a library for the documents that match a question best.
+
+    Args:
+        library: the library.
+        question: the question.
+        documents: the largest number of documents to return.
+
+    Returns:
+        The documents, the best first, and the milliseconds that the search took.
 
     Raises:
-        DocumentError: the library is empty, or no document has a word of the question.
+        DocumentError: the library is empty, or no document contains a word of the question.
+        LibraryError: there is no library, or this Python's SQLite has no full-text search.
     """
     start = time.perf_counter()
     hits = library.search(question, documents)
@@ -108,13 +135,19 @@ def search(library: Library, question: str, documents: int) -> tuple[list[Hit], 
 
 
 def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) -> list[str]:
-    """Compare the documents of hits with the files that they were read from.
+    """Compare the documents of a search with the files from which they were read.
+
+    Args:
+        library: the library.
+        hits: the documents.
+        is_allowed: whether files may have changed.
 
     Returns:
         A line for each document whose file has changed, is missing or cannot be read.
 
     Raises:
-        LibraryError: there is such a document, unless it `is_allowed`.
+        LibraryError: there is such a document and `is_allowed` is False, or a document was removed
+            after the search.
     """
     changes: dict[str, str] = {}
     for hit in hits:
@@ -133,7 +166,7 @@ def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) 
 
 
 def _change(record: Record) -> str | None:
-    """Return what happened to a document's file since it was read; None if its text is equal."""
+    """Return a clause about the change of a document's file; None if its text is unchanged."""
     if record.source is None:
         return None
     path = path_of_source(record.source)
@@ -151,7 +184,10 @@ def _change(record: Record) -> str | None:
 
 
 def _typed_path(record: Record) -> str:
-    """Return the path of a document's file as it was typed, if that still leads there."""
+    """Return the path of a document's file as the user typed it, if it still leads there.
+
+    Otherwise return the absolute path.
+    """
     source = path_of_source(str(record.source))
     is_typed = os.path.abspath(record.name) == source and not record.name.startswith("-")
     return record.name if is_typed else source

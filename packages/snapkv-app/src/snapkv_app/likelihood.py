@@ -1,8 +1,8 @@
-"""The log-likelihood of texts after a compressed prompt.
+"""Compute the log-likelihood of texts after a compressed prompt.
 
-Counting right answers gives no signal if a model is never or always right; the loss of the right
-answer does. It is computed in the cache that the answer was generated from, in its state right
-after the prompt.
+If a model is never or always right, counting its right answers gives no signal, but the loss of the
+right answer does. It is computed with the cache from which the answer was generated, in its state
+right after the prompt.
 """
 
 import math
@@ -40,22 +40,25 @@ def log_likelihoods(
 ) -> Iterator[tuple[float, bool]]:
     """Compute the log-probability of every continuation after a compressed context.
 
-    The context is read once. All of it predicts the first token, as in an answer; later tokens see
-    the kept tokens.
+    The context is read one time. As in an answer, the first token is predicted from the complete
+    context, and the later ones from the tokens that the policy keeps.
 
     Args:
         loaded: the model.
         context: (1, T) int64, T at least 1.
-        continuations: (1, C) int64 each, C at least 1.
+        continuations: each (1, C) int64, C at least 1.
         policy: selects the tokens of the context to keep.
-        batch_size: how many continuations are read in one pass, each after a copy of the compressed
-            context; if the policy evicts while generating, each is read alone, token by token.
-        quantize: as for `CompressedCache`; None for unquantized.
+        batch_size: the number of continuations that are read in one pass, each after a copy of the
+            compressed context. If the policy evicts while generating, each continuation is read
+            alone, token by token.
+        quantize: as for `CompressedCache`; None stores keys and values unquantized.
 
-    Returns:
-        For each, the sum of the tokens' log-probabilities, and whether it is the greedy answer.
+    Yields:
+        For each continuation, the sum of the log-probabilities of its tokens, and whether greedy
+        decoding would generate exactly these tokens.
 
     Raises:
+        InvalidArgumentError: the policy cannot compress this context.
         OutOfMemoryError: the device is full.
     """
     model, policy = loaded.model, loaded.completed(policy)
@@ -74,9 +77,9 @@ def log_likelihoods(
 def _together(
     model: Any, end: PromptEnd, continuations: Sequence[Tensor]
 ) -> list[tuple[float, bool]]:
-    """Score continuations in one padded batch, as `log_likelihoods` does.
+    """Compute the results of `log_likelihoods` for several continuations in one padded batch.
 
-    Changes the cache of `end`: the caller must pass a branch.
+    Changes the cache of `end` in place, so the caller must pass a branch.
     """
     lengths = [continuation.shape[1] for continuation in continuations]
     rows = pad_sequence([one[0] for one in continuations], batch_first=True)
@@ -91,9 +94,15 @@ def _together(
 
 
 def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of every token of (B, C) continuations, given those before it.
+    """Compute the log-probability of every token of the continuations, given those before it.
 
-    Reads all tokens but the last of each continuation into the cache of `end`.
+    All tokens except the last of each continuation are read into the cache of `end`, which changes
+    it in place.
+
+    Args:
+        model: the model.
+        end: the end of the prompt, with B rows.
+        continuation: (B, C) int64, the tokens after the prompt.
 
     Returns:
         (B, C) float32, the log-probabilities, and (B, C) bool, whether each token is the most
@@ -114,7 +123,15 @@ def log_probabilities(model: Any, end: PromptEnd, continuation: Tensor) -> tuple
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of (B, N) tokens from (B, N, V) logits, and if each is top-1."""
+    """Return the log-probability of each token, and whether it is the most likely one.
+
+    Args:
+        logits: (B, N, V).
+        ids: (B, N) int64.
+
+    Returns:
+        (B, N) float32 and (B, N) bool.
+    """
     predicted = logits.float().log_softmax(dim=-1)
     chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]
     return chosen, predicted.argmax(dim=-1) == ids
@@ -122,7 +139,7 @@ def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """The right answers to a prompt, as tokens; empty for an answer that the tokenizer drops."""
+    """The tokens of the right answers to a prompt; an answer may consist of no token."""
 
     token_ids: Sequence[Sequence[int]]
 
@@ -130,9 +147,9 @@ class References:
     def after(cls, prompt: Prompt, references: Sequence[str], loaded: LoadedModel) -> "References":
         """Tokenize reference answers as they would follow the prompt.
 
-        A space is inserted before an answer unless the prompt ends in whitespace or a control
-        token, or the answer begins with whitespace. An answer that would change the prompt's last
-        tokens is tokenized alone. The caller must not pass an empty answer.
+        A space is inserted before an answer, unless the prompt ends in whitespace or in a control
+        token, or the answer begins with whitespace. If an answer would change the last tokens of
+        the prompt, it is tokenized alone. The caller must not pass an empty answer.
         """
         tokenizer = loaded.tokenizer
         before: list[int] = prompt.encoded(tokenizer)[0]
@@ -141,17 +158,19 @@ class References:
         found = []
         for reference in references:
             text = reference if joined or reference[0].isspace() else f" {reference}"
-            whole, _ = prompt.followed_by(tokenizer, text).encoded(tokenizer)
-            own = whole[len(before) :]
-            if whole[: len(before)] != before or not own:  # a token lies over the prompt's end
+            ids, _ = prompt.followed_by(tokenizer, text).encoded(tokenizer)
+            own = ids[len(before) :]
+            if ids[: len(before)] != before or not own:  # a token lies over the prompt's end
                 own = content_ids(tokenizer, text)
             found.append(own)
         return cls(token_ids=found)
 
     def loss(self, loaded: LoadedModel, end: PromptEnd) -> float | None:
-        """Return the mean negative log-likelihood of the most likely reference, in nats per token.
+        """Compute the mean negative log-likelihood of the most likely reference.
 
-        None if a reference has no token, exceeds the model's positions, or has no finite loss.
+        Returns:
+            The loss in nats per token; None if a reference has no token, does not fit into the
+            model's positions, or has an infinite loss.
 
         Raises:
             OutOfMemoryError: the device is full.

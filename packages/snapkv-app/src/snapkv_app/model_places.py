@@ -19,7 +19,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError
 
-from snapkv.errors import ModelNotFoundError, wrong
+from snapkv.errors import ModelNotFoundError, SnapKVError, wrong
 from snapkv.validation import nearest
 from snapkv_app.packages import DEMO, demo_file
 from snapkv_app.plan.shapes import SHAPES, shape_of
@@ -38,67 +38,76 @@ _WITHOUT_OWNER = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlace:
-    """Where `from_pretrained` finds the files."""
+    """The place where `from_pretrained` finds the files of a model."""
 
     place: str  # a folder or a hub id
-    revision: str | None = None  # for results; None if the loaded configuration has it
+    revision: str | None = None  # for results; None if the loaded configuration contains it
     on_hub: bool = False
 
 
-def not_found(got: str, expected: str = _ANY, argument: str = "model") -> ModelNotFoundError:
-    """Return the error for a name without a model."""
-    return ModelNotFoundError(f"{argument}: expected {expected}, got {got}")
+def not_found(got: str, remedy: str, expected: str = _ANY, argument: str = "model") -> SnapKVError:
+    """Build the `ModelNotFoundError` for a name without a model, as `wrong` does."""
+    return wrong(argument, f"expected {expected}, got {got}", remedy, ModelNotFoundError)
 
 
 def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model") -> Path | None:
-    """Return the GGUF file or the folder that a name stands for, without asking a network.
+    """Return the GGUF file or the folder with that name, without using the network.
 
     Args:
         name: "demo", a file, a folder or a hub id.
-        also: further names to suggest.
+        also: further names that an error may suggest.
         argument: the argument's name, for errors.
 
     Returns:
         The path; None for a hub id.
 
     Raises:
-        ModelNotFoundError: a path that leads nowhere, a file that is not GGUF, a folder without a
-            `config.json`, an empty name, or a name that no hub id has.
+        ModelNotFoundError: the name is empty, is the path of a missing file, of a file that is not
+            GGUF or of a folder without a `config.json`, or cannot be a hub id.
         MissingDependencyError: the demo model is not installed.
     """
     if not name.strip():
-        raise not_found("an empty name", argument=argument)
+        raise not_found("an empty name", f"Pass a name, such as {DEMO}", argument=argument)
     path = demo_file() if name == DEMO else Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            got = f"the file {name}. Pass the folder that contains the model's config.json."
-            raise not_found(got, "a .gguf file, a folder or a hub id", argument)
+            remedy = "Pass the folder that contains the model's config.json"
+            expected = "a .gguf file, a folder or a hub id"
+            raise not_found(f"the file {name}", remedy, expected, argument)
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            got = f"{name} without one. Pass the folder that save_pretrained wrote."
-            raise not_found(got, "a folder with a config.json", argument)
+            remedy = "Pass the folder that save_pretrained wrote"
+            raise not_found(f"{name} without one", remedy, "a folder with a config.json", argument)
         return path
     fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if fault or is_path or path.suffix == ".gguf":
-        near = nearest(name, known_names(also)) or where_to_look(path)
-        raise not_found(f"{name!r}{fault}{near}", "an existing file or folder", argument)
+        remedy = nearest(name, known_names(also), where_to_look(path))
+        raise not_found(f"{name!r}{fault}", remedy, "an existing file or folder", argument)
     if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
         return None
-    hint = nearest(name, known_names(also))
+    remedy = nearest(name, known_names(also), "Check the spelling")
     if (shape := shape_of(name)) is not None:
-        hint = f". The weights of that shape are in {SHAPES[shape].repository}."
-    got = f"{name!r}{hint}"
-    raise not_found(got, f"{_ANY} such as Qwen/Qwen3-4B", argument)
+        remedy = f"The weights of that shape are in {SHAPES[shape].repository}"
+    raise not_found(f"{name!r}", remedy, f"{_ANY} such as Qwen/Qwen3-4B", argument)
 
 
 def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> ModelPlace:
-    """Find where `from_pretrained` finds a model; raises as `local_place` does.
+    """Return the place from which `from_pretrained` can load a model.
+
+    The demo model and GGUF files are converted into a folder the first time.
 
     Args:
-        name: "demo", a GGUF file, which is converted once, a folder or a hub id.
-        also: further names to suggest.
-        dtype: of the converted weights; "auto" is float32 for the demo and bfloat16 for others.
+        name: "demo", a GGUF file, a folder or a hub id.
+        also: further names that an error may suggest.
+        dtype: the dtype of converted weights; "auto" is float32 for the demo model and bfloat16 for
+            other GGUF files.
+
+    Raises:
+        ModelNotFoundError: as for `local_place`.
+        InvalidArgumentError: a GGUF file cannot be converted.
+        MissingDependencyError: the demo model, or a package that reads GGUF files, is not
+            installed.
     """
     path = local_place(name, also)
     if path is None:
@@ -117,10 +126,15 @@ def locate(name: str, also: Iterable[str] = (), *, dtype: str = "auto") -> Model
 def hub_options(
     source: ModelPlace, revision: str | None, also: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return the options of `from_pretrained` for the hub.
+    """Return the options with which `from_pretrained` loads a model from the hub or its cache.
+
+    Args:
+        source: the place of the model; the options for a folder have no effect.
+        revision: a branch, tag or commit.
+        also: further names that an error may suggest.
 
     Raises:
-        InvalidArgumentError: a `revision` of a model that is not on the hub.
+        InvalidArgumentError: `revision` is passed for a model that is not on the hub.
         ModelNotFoundError: the model is not on this machine, and the hub does not answer.
     """
     name, options = source.place, {"revision": revision}
@@ -136,9 +150,10 @@ def hub_options(
         why = f"{constants.ENDPOINT} did not answer within {_TIMEOUT_SECONDS} seconds"
         if constants.HF_HUB_OFFLINE:
             why = "this process is offline (HF_HUB_OFFLINE)"
+        remedy = "Pass the folder of a model on this machine"
         raise not_found(
-            f"{name!r}: it is not in the hub's cache on this machine, and {why}"
-            f"{nearest(name, known_names(also)) or '. Pass the folder of a model on this machine.'}"
+            f"{name!r}: it is not in the hub's cache on this machine, and {why}",
+            nearest(name, known_names(also), remedy),
         )
     return options | {"local_files_only": True}
 
@@ -152,7 +167,7 @@ def _is_cached(name: str, revision: str | None) -> bool:
 
 
 def _is_reachable(name: str, revision: str | None) -> bool:
-    """Return whether the hub answers within seconds; never if offline."""
+    """Return whether the hub answers within `_TIMEOUT_SECONDS`; always False if offline."""
     if constants.HF_HUB_OFFLINE:
         return False
     url = hf_hub_url(name, "config.json", revision=revision)
@@ -166,14 +181,16 @@ def _is_reachable(name: str, revision: str | None) -> bool:
 
 
 def config_file(name: str, revision: str | None = None) -> Path | None:
-    """Return the config.json of a folder, or of a hub id in the hub's cache on this machine.
+    """Return the `config.json` of a model whose files are on this machine.
 
     Returns:
-        The file; None for a GGUF file, and for a hub id that must be downloaded.
+        The file in a folder or in the hub's cache; None for a GGUF file, and for a model of the hub
+        that must be downloaded.
 
     Raises:
-        ModelNotFoundError: no such file or folder, or a hub id that cannot be downloaded.
-        InvalidArgumentError: a `revision` of something else than a hub id.
+        ModelNotFoundError: there is no file or folder with that name, or the model cannot be
+            downloaded.
+        InvalidArgumentError: `revision` is passed with something else than a hub id.
     """
     if Path(name).suffix.lower() == ".gguf" and Path(name).expanduser().is_file():
         return None
@@ -185,12 +202,12 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
 
 
 def place_of(name: str) -> str:
-    """Return the folder or hub id behind a name; a GGUF file is converted first."""
+    """Return the folder or hub id of a model; a GGUF file is converted first, see `locate`."""
     return locate(name).place
 
 
 def known_names(also: Iterable[str] = ()) -> Iterator[str]:
-    """Yield names that are valid: the demo, models in this folder and in the hub's cache."""
+    """Yield valid names: the demo, `also`, and the models in this folder and the hub's cache."""
     yield DEMO
     yield from also
     yield from (str(path) for path in Path().glob("*.gguf"))

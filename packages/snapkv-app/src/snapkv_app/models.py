@@ -1,4 +1,4 @@
-"""Loading models and tokenizers: the offline demo model, a GGUF file, a folder or a hub id."""
+"""Load models and tokenizers: the demo model, a GGUF file, a folder or a model of the hub."""
 
 import contextlib
 import copy
@@ -35,17 +35,17 @@ __all__ = ["DEMO", "LoadedModel", "load", "load_settings", "place_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model ready to generate, and what is needed to name it in a result."""
+    """A model that is ready to generate, with its tokenizer and its name for results."""
 
     model: Any  # of transformers, in evaluation mode, on its device
     tokenizer: Any
-    name: str  # as it was asked for: "demo", a file, a folder or a hub id
+    name: str  # as the user passed it: "demo", a file, a folder or a hub id
     revision: str | None  # the hub's commit, or "sha256:..." of a GGUF file; None for a folder
     answers_on: str | None = None  # the device of workers that answer in its place
 
     @property
     def max_tokens(self) -> int | None:
-        """The positions for prompt and answer together; None if there is no limit."""
+        """The most tokens that a prompt and its answer may have; None if there is no limit."""
         return max_positions(self.model)
 
     def has_positions(self, tokens: int) -> bool:
@@ -53,11 +53,11 @@ class LoadedModel:
         return self.max_tokens is None or tokens <= self.max_tokens
 
     def completed(self, policy: Policy) -> Policy:
-        """Return the policy with what it must know of the tokenizer and the heads."""
+        """Return the policy with the tokenizer and the data about this model that it needs."""
         return with_known(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
-        """Return the facts about the model that a result must contain."""
+        """Return the facts about the model that every result contains."""
         attention = self.model.config.get_text_config(decoder=True)._attn_implementation
         return {
             "name": self.name,
@@ -81,29 +81,32 @@ def load(
     """Load a decoder-only model and its tokenizer.
 
     Whether the model can be compressed is decided from its configuration, before any weights are
-    read. GGUF files and the demo model are converted to a cache folder once, see
-    `snapkv_app.conversion`. Hub ids take transformers' ordinary path, offline settings included.
+    read. GGUF files and the demo model are converted into a cache folder the first time, see
+    `snapkv_app.conversion`. Models of the hub are loaded as transformers does it, including its
+    settings for offline use.
 
     Args:
         name: "demo", a ``.gguf`` file, a folder with a ``config.json``, or a hub id. "demo" always
             means the demo model; write ``./demo`` for a folder of that name.
-        device: "auto" (the GPU where there is one), or what torch accepts, such as "cuda:1".
-        dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the checkpoint's own dtype;
-            that is float32 for the demo model, and bfloat16 for other GGUF files. On
-            a 2-core CPU bfloat16 read a 4k prompt 1.5 times faster, but took 1.5 times as long for
-            every token after it.
-        revision: branch, tag or commit of a hub id.
-        attn_implementation: "sdpa", "eager", ...; transformers' choice by default.
-        trust_remote_code: run model code that comes with the checkpoint.
+        device: "auto" for the GPU if there is one, or a device of torch, such as "cuda:1".
+        dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the checkpoint's own dtype,
+            which is float32 for the demo model and bfloat16 for other GGUF files. On a CPU with 2
+            cores, bfloat16 read a prompt of 4k tokens 1.5 times faster than float32, but took 1.5
+            times as long for every generated token.
+        revision: a branch, tag or commit of a model on the hub.
+        attn_implementation: "sdpa", "eager" or another one of transformers, which chooses one by
+            default.
+        trust_remote_code: whether to run the model code that comes with the checkpoint.
 
     Raises:
-        ModelNotFoundError: no such file, folder or hub id.
-        InvalidArgumentError: an unknown `device`, `dtype` or `attn_implementation`, a `revision`
-            of something else than a hub id, a damaged or foreign file, or weights that are missing
-            or of another shape than the configuration says.
+        ModelNotFoundError: there is no file, folder or model on the hub with that name.
+        InvalidArgumentError: `device`, `dtype` or `attn_implementation` is unknown, `revision` is
+            passed with something else than a hub id, a file is damaged or of another kind, or
+            weights are missing or have another shape than the configuration says.
         UnsupportedModelError: the model's cache cannot be compressed.
         MissingDependencyError: a package that the model needs is not installed.
-        OutOfMemoryError: the weights are larger than the device's memory; none has been read.
+        OutOfMemoryError: the weights are larger than the device's memory, which is known before any
+            of them is read, or do not fit in the memory that is free.
     """
     torch_device = chosen_device(device)
     options = _dtype_option(dtype)
@@ -122,7 +125,7 @@ def load(
             model = load_complete(
                 name,
                 source.place,
-                told_by="config.json",
+                listing="config.json",
                 remedy="Download the model again, or correct its config.json",
                 **hub,
                 **options,
@@ -138,11 +141,18 @@ def load(
 def load_settings(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Return the settings of a model's configuration, with transformers' defaults filled in.
+    """Return the settings of a model's configuration, including the defaults of transformers.
+
+    Args:
+        name: as for `load`, or the name of a published shape.
+        revision: a branch, tag or commit of a model on the hub.
+        trust_remote_code: whether to run the configuration code that comes with the checkpoint.
 
     Raises:
-        ModelNotFoundError: no such file, folder or hub id.
+        ModelNotFoundError: there is no file, folder or model on the hub with that name.
+        InvalidArgumentError: `revision` is passed with something else than a hub id.
         UnsupportedModelError: transformers does not know the model.
+        MissingDependencyError: a package that the model needs is not installed.
     """
     source = locate(name, SHAPES)
     hub = hub_options(source, revision, SHAPES) | {"trust_remote_code": trust_remote_code}
@@ -152,7 +162,7 @@ def load_settings(
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device with that name; "auto" is the GPU if there is one.
+    """Return the device with that name; "auto" means the GPU if there is one, else the CPU.
 
     Raises:
         InvalidArgumentError: torch has no such device on this machine.
@@ -177,22 +187,34 @@ def _dtype_option(name: str) -> dict[str, Any]:
 
 
 def chosen_dtype(name: str) -> torch.dtype:
+    """Return the dtype of torch with that name.
+
+    Raises:
+        InvalidArgumentError: it is not the name of a dtype that models run in.
+    """
     require_dtype(name)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def _require_attention(name: str) -> None:
-    """Refuse what transformers has not registered; a kernel of the hub has an owner."""
-    if "/" not in name and "|" not in name:
+    """Raise unless transformers knows the attention implementation, or loads it from the hub.
+
+    Raises:
+        InvalidArgumentError: it does not.
+    """
+    if "/" not in name and "|" not in name:  # a kernel of the hub has an owner
         known = ("eager", *(each for each in ALL_ATTENTION_FUNCTIONS if "|" not in each))
         require_choice("attn_implementation", name, tuple(sorted(known)))
 
 
 def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -> Any:
-    """The model without its weights, once the cache has judged that it can be compressed.
+    """Build the model on the meta device, without its weights, and check that it is supported.
 
-    Without options it is in the dtype of the checkpoint.
+    Its dtype is that of the checkpoint unless `options` has another one.
+
+    Raises:
+        UnsupportedModelError: the model has an encoder, or its cache cannot be compressed.
     """
     if config.is_encoder_decoder:
         raise wrong(
@@ -213,7 +235,14 @@ def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn errors of transformers within this block into errors of this package."""
+    """Turn errors of transformers within this block into errors of this package.
+
+    Raises:
+        InvalidArgumentError: a safetensors file is damaged.
+        ModelNotFoundError: transformers cannot find or read the model `name`.
+        MissingDependencyError: a package is not installed.
+        UnsupportedModelError: transformers does not know the architecture.
+    """
     try:
         yield
     except (SnapKVError, torch.OutOfMemoryError, MemoryError):
@@ -225,9 +254,8 @@ def _explained(name: str) -> Iterator[None]:
             "Download the model again",
         ) from error
     except OSError as error:
-        raise not_found(
-            f"{name!r}: {first_line(error).rstrip('.')}{nearest(name, known_names())}"
-        ) from error
+        remedy = nearest(name, known_names(), "Check the name, and whether you may read the model")
+        raise not_found(f"{name!r}: {first_line(error).rstrip('.')}", remedy) from error
     except (ImportError, ValueError, KeyError) as error:
         kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError
         raise kind(

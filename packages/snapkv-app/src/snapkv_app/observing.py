@@ -1,8 +1,9 @@
-"""Read a prompt once, and show every layer to several policies as in a prefill.
+"""Read a prompt one time, and compress its cache with several policies.
 
-Reading takes almost all the time, and every method starts from the same full cache. So a prompt is
-read once by a policy that keeps everything and records each layer, and each method is then called
-as it would be while reading. The copies equal real compressed prefills bit for bit.
+Reading a prompt takes almost all the time, and every policy starts from the same full cache. So the
+prompt is read with a policy that keeps every token and records each layer. Each policy is then
+called with the recorded layers, as a prefill would call it. The caches equal those of real
+compressed prefills bit for bit.
 """
 
 import copy
@@ -29,17 +30,17 @@ from snapkv_app.models import LoadedModel
 Seen = TypeVar("Seen")
 
 _SHOWN: frozenset[Need] = frozenset({"rotation", "output_weight", "token_ids"})
-"""What of a policy's needs its `PromptLayer` brings."""
+"""The needs of policies that a recorded `PromptLayer` meets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingPolicy(Policy):
-    """A policy that keeps everything and records every layer that it is shown."""
+    """A policy that keeps every token, and adds every layer that it is called with to `layers`."""
 
     name: ClassVar[str] = "recorder"
 
-    recorded_queries: int  # how many of the last queries to note: enough for whoever is asked
-    recorded_parts: frozenset[Need] = _SHOWN  # what they need of the model
+    recorded_queries: int  # the number of last queries to record, enough for every later policy
+    recorded_parts: frozenset[Need] = _SHOWN  # what the later policies need of the model
     layers: list[PromptLayer] = field(default_factory=list)
 
     @property
@@ -57,7 +58,7 @@ class RecordingPolicy(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class _Observer(RecordingPolicy):
-    """A policy that calls a function for every layer, so that only one layer is stored in full."""
+    """A policy that calls `look` with every layer, so that only one layer is stored in full."""
 
     name: ClassVar[str] = "observer"
 
@@ -74,16 +75,16 @@ def observed(
     query_tokens: int,
     look: Callable[[PromptLayer], Seen],
 ) -> dict[int, Seen]:
-    """Read (1, S) tokens in one pass, and call `look` for each layer.
+    """Read a prompt in one pass, and call a function with each compressed layer.
 
     Args:
         loaded: the model.
-        ids: the tokens.
-        query_tokens: how many of the last queries `look` needs.
-        look: called with each layer as attention saw it.
+        ids: (1, S) int64, the tokens of the prompt.
+        query_tokens: the number of last queries that `look` needs.
+        look: called with each layer, which contains all keys, values and the last queries.
 
     Returns:
-        The results of `look` by the layer's index in the model.
+        The results of `look`, by the index of the layer in the model.
     """
     seen: dict[int, Seen] = {}
 
@@ -97,7 +98,7 @@ def observed(
 
 @torch.inference_mode()
 def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[CompressedCache, Tensor]:
-    """Return the full cache of a prompt, and the (1, 1, V) logits after it."""
+    """Read a prompt, and return its full cache and the logits after it, (1, 1, V)."""
     cache = CompressedCache(model, recorder)
     cache.expect_tokens(ids)
     return cache, model(ids, **passed(cache), logits_to_keep=1).logits
@@ -105,12 +106,12 @@ def _read(model: Any, ids: Tensor, recorder: RecordingPolicy) -> tuple[Compresse
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedPrompt:
-    """A prompt that a model has read with full attention."""
+    """A prompt that a model has read with full attention, with all keys and values."""
 
     model: Any
-    layers: Sequence[PromptLayer]  # as a policy is shown them, one for each that it compresses
-    last_logits: Tensor  # (1, 1, V), after the prompt; the same whatever is kept
-    others: Mapping[int, Any] = field(default_factory=dict)  # what no policy is shown
+    layers: Sequence[PromptLayer]  # the layers that can be compressed, as policies receive them
+    last_logits: Tensor  # (1, 1, V), after the prompt; no policy changes them
+    others: Mapping[int, Any] = field(default_factory=dict)  # all other layers by their index
     question_tokens: int | None = None  # see `CompressedCache.expect_question`
 
     @property
@@ -119,7 +120,11 @@ class RecordedPrompt:
         return self.layers[0].keys.shape[2]
 
     def compressed(self, policy: Policy, **options: Any) -> CompressedCache:
-        """Build the cache that a prefill with `policy` gives; the recording stays unchanged.
+        """Build the cache that a prefill with `policy` would give; the recording is not changed.
+
+        Args:
+            policy: selects the tokens to keep.
+            options: as for `CompressedCache`, which also says what is raised.
 
         Raises:
             InvalidArgumentError: the policy needs more queries than were recorded.
@@ -138,7 +143,7 @@ class RecordedPrompt:
         return cache
 
     def _filling(self, cache: CompressedCache) -> Iterator[PromptLayer]:
-        """Fill each layer of `cache`, and yield it as the cache's policy should see it."""
+        """Fill each layer of `cache`, and yield the `PromptLayer` for the cache's policy."""
         policy = cache.prompt_state.policy
         for layer, states in zip(cache.prompt_state.layers, self.layers, strict=True):
             layer.update(states.keys, states.values)
@@ -154,6 +159,11 @@ class RecordedPrompt:
             )
 
     def _last_queries(self, states: PromptLayer, policy: Policy) -> Tensor:
+        """Return the recorded queries of one layer that `policy` needs.
+
+        Raises:
+            InvalidArgumentError: it needs more than were recorded.
+        """
         wanted = min(policy.query_tokens, self.prompt_tokens)
         recorded = states.queries.shape[2]
         if wanted > recorded:
@@ -166,10 +176,15 @@ class RecordedPrompt:
 
 
 def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> RecordedPrompt:
-    """Read a prompt, (1, T) int64, with the full cache.
+    """Read a prompt with the full cache, and record all layers.
+
+    Args:
+        model: the model.
+        ids: (1, T) int64, the tokens of the prompt.
+        recorder: records the layers; the caller must pass a new one.
 
     Raises:
-        UnsupportedModelError: the model has latent attention, whose heads share what is stored.
+        UnsupportedModelError: the model has latent attention, whose heads share one stored state.
     """
     cache, logits = _read(model, ids, recorder)
     others = _not_shown(cache, recorder.layers)
@@ -177,7 +192,7 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
 
 
 def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int, Any]:
-    """Return the layers that a policy is not shown: sliding windows and states.
+    """Return the layers that cannot be compressed, such as sliding windows, by their index.
 
     Raises:
         UnsupportedModelError: the model has latent attention.
@@ -200,7 +215,13 @@ def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int
 def record_prompt_twice(
     model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
 ) -> RecordedPrompt:
-    """Read a prompt before any question is known, for policies like `policy`; see `kvzip`.
+    """Read and repeat a prompt, and record all layers for policies that read prompts twice.
+
+    Args:
+        model: the model.
+        ids: (1, T) int64, the tokens of the prompt.
+        policy: a policy with the same needs as the later ones; see `snapkv.kvzip`.
+        instruction_ids: the tokens that ask the model to repeat the prompt.
 
     Raises:
         UnsupportedModelError: the model has latent attention.

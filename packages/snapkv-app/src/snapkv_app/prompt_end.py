@@ -1,4 +1,4 @@
-"""The end of a prompt: the cache and the next-token logits before anything is generated."""
+"""Report the end of a prompt: the cache and the logits before any token is generated."""
 
 import contextlib
 import copy
@@ -14,13 +14,13 @@ from snapkv.hf.cache_argument import cache_among
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEnd:
-    """A cache that has read a prompt and nothing after it."""
+    """A cache that has read a prompt and nothing after it, with the logits for the next token."""
 
     cache: CompressedCache  # the compressed prompt; an independent copy
     logits: Tensor  # (1, 1, V), for the next token
 
     def branch(self) -> "PromptEnd":
-        """Return an independent copy: reading into one does not change the other."""
+        """Return an independent copy, whose cache can read tokens without changing this one."""
         return PromptEnd(cache=copy.copy(self.cache), logits=self.logits)
 
 
@@ -31,22 +31,28 @@ PromptEndSink = Callable[[PromptEnd], None]
 def telling_of_prompt_end(
     model: Any, cache: CompressedCache, prompt_tokens: int, on_prompt_end: PromptEndSink | None
 ) -> Iterator[None]:
-    """Call `on_prompt_end` once within this block, at the end of the prompt.
+    """Within this block, call `on_prompt_end` when the model has read the end of the prompt.
 
-    The prompt must have one row and no drafts after it. The reported cache shares stored tensors
-    with the cache in use, which continues as usual.
+    It receives a copy of the cache, which shares stored tensors with it. The caller must read a
+    prompt of one row, without drafts after it.
+
+    Args:
+        model: the model.
+        cache: the cache that reads the prompt; passes with other caches are ignored.
+        prompt_tokens: the length of `cache` at the end of the prompt.
+        on_prompt_end: the function to call; None does nothing.
     """
     if on_prompt_end is None:
         yield
         return
-    told = False
+    is_reported = False
 
     def look(module: Any, given: Any, named: dict[str, Any], output: Any) -> None:
-        nonlocal told
+        nonlocal is_reported
         del module, given
         own = cache_among(named) is cache  # other threads may use the model
-        if own and not told and cache.get_seq_length() == prompt_tokens:
-            told = True
+        if own and not is_reported and cache.get_seq_length() == prompt_tokens:
+            is_reported = True
             logits = output.logits[:, -1:].clone()
             on_prompt_end(PromptEnd(cache=cache, logits=logits).branch())
 

@@ -1,4 +1,4 @@
-"""Read a prompt once for all methods that select tokens at its end."""
+"""Read a prompt one time for all methods that select tokens at its end."""
 
 import contextlib
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from snapkv_app.protection import Protection
 from snapkv_app.settings import GenerationSettings
 
 _MOST_OF_FREE = 0.4
-"""Share of the free memory for a shared prefill; caches and answers need the rest."""
+"""The fraction of the free memory for a shared prefill; caches and answers need the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ReadBefore(Prefill):
-    """Exact prefill whose forward pass has already been computed."""
+    """An exact prefill whose forward pass has already been computed."""
 
     name: ClassVar[str] = "exact"
 
@@ -40,10 +40,17 @@ class _ReadBefore(Prefill):
 
 
 class PromptReader:
-    """Reads the same prompt for several methods: once for all, if that gives the same answers.
+    """A reader of one prompt for several methods, which share the prefill if they can.
 
-    The prompt is read with the first of several methods with exact prefill. Each method reads alone
-    if there is only one, if the model cannot share a prefill, or if memory is too small.
+    The shared prefill is computed when the first method with exact prefill answers. Each method
+    reads the prompt by itself if only one of them has exact prefill, if the model does not support
+    a shared prefill, or if the memory is too small for it.
+
+    Args:
+        loaded: the model and its tokenizer.
+        prompt: the prompt of all methods.
+        settings: how answers are generated.
+        ways: the prefill of every method that will answer.
     """
 
     def __init__(
@@ -65,9 +72,20 @@ class PromptReader:
         ends: list[PromptEnd] | None = None,
         quantize: KVCodes | None = None,
     ) -> Answer:
-        """Return the answer of a method; appends the `PromptEnd` behind it to `ends`.
+        """Generate the answer of one method.
 
-        The time of a shared prefill counts in every answer, because each would have needed it.
+        The time of a shared prefill is added to every answer, because every method alone would have
+        needed it.
+
+        Args:
+            policy: selects the tokens to keep.
+            way: the prefill.
+            protection: the tokens of the prompt that are always kept.
+            ends: a list to which the `PromptEnd` of this method is appended; None for none.
+            quantize: as for `CompressedCache`.
+
+        Raises:
+            SnapKVError: as for `answer`.
         """
         read = partial(
             answer,
@@ -92,18 +110,22 @@ class PromptReader:
         return read(prefill=way)
 
     def given(self) -> contextlib.AbstractContextManager[None]:
-        """Spare the model the prompt within this block, if it was read for all methods."""
+        """Return a context manager within which the shared prefill replaces reading the prompt.
+
+        It does nothing if every method reads the prompt by itself.
+        """
         shared = self._reading()
         return contextlib.nullcontext() if shared is None else shared.given()
 
     def _reading(self) -> SharedReading | None:
-        """The shared prefill; None if each method reads alone."""
+        """Return the shared prefill, computed at the first call; None if methods read alone."""
         if self._shares and self._shared is None:
             self._shared = self._read()
             self._shares = self._shared is not None
         return self._shared
 
     def _read(self) -> SharedReading | None:
+        """Read the prompt for all methods; None if the model or its memory does not allow it."""
         model, prompt = self._loaded.model, self._prompt
         with contextlib.suppress(PromptTooLongError, OutOfMemoryError, UnsupportedModelError):
             ids = prompt_ids(self._loaded, prompt, self._settings)

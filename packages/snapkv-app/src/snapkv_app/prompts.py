@@ -14,70 +14,76 @@ _ANSWER = "the-answer-so-far"
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The text that a model continues; with a hidden question, in two parts.
+    """The text that a model continues.
 
-    The cache is compressed after the first `context_characters`. The rest is read afterwards and
-    does not vote. None compresses at the end of the text.
+    If its question is hidden, the text has two parts: the cache is compressed after the first
+    `context_characters`, and the rest is read afterwards and does not vote.
     """
 
     text: str
     answer_start: str = ""  # the end of `text` that belongs to the answer
     has_special_tokens: bool = False  # written by a chat template
-    context_characters: int | None = None
-    question: str = ""  # the last that is asked; empty where nobody knows
-    system_characters: int = 0  # of the system message that a chat begins with
-    cuts: tuple[int, ...] = ()  # within control words of what a template did not write, see below
+    context_characters: int | None = None  # None: compressed at the end of the text
+    question: str = ""  # the last question; empty if it is unknown
+    system_characters: int = 0  # of the system message at the beginning of a chat
+    cuts: tuple[int, ...] = ()  # positions within control words of the content, see `unquoted`
 
     @classmethod
     def written(cls, text: str, **fields: Any) -> Self:
-        """Build a prompt from the text of a chat template, in which content is `quoted`."""
+        """Build a prompt from the text that a chat template has written with `quoted` content.
+
+        Args:
+            text: the text.
+            fields: further fields of the prompt.
+        """
         plain, cuts = unquoted(text)
         return cls(text=plain, cuts=cuts, has_special_tokens=True, **fields)
 
     def followed_by(self, tokenizer: Any, content: str) -> Self:
-        """Return the prompt with content after it that no template writes."""
+        """Return the prompt with `content` appended, whose control words are plain text."""
         text, cuts = unquoted(quoted(tokenizer, content))
         begin = len(self.text)
         places = (*self.cuts, *(begin + cut for cut in cuts))
         return replace(self, text=self.text + text, cuts=places)
 
     def token_ids(self, tokenizer: Any) -> Any:
-        """Return the tokens, (1, T) int64."""
-        import torch  # which commands that read no prompt do without
+        """Return the tokens of the text: (1, T) int64."""
+        import torch  # commands that read no prompt do without it
 
         return torch.tensor([self.encoded(tokenizer)[0]])
 
     def context_tokens(self, tokenizer: Any) -> int | None:
-        """Return how many of the prompt's tokens are context; None without `context_characters`.
+        """Return the number of tokens before the hidden question; None if no question is hidden.
 
-        A token that extends over the end of the context belongs to the rest.
+        A token that extends over the end of the context belongs to the question.
 
         Raises:
-            InvalidArgumentError: the context or the rest has no token.
+            InvalidArgumentError: there is no token before or after the end of the context.
         """
         if self.context_characters is None:
             return None
-        whole, _ = self.encoded(tokenizer)
+        ids, _ = self.encoded(tokenizer)
         context, _ = self.encoded(tokenizer, end=self.context_characters)
-        tokens = _alike(whole, context)
+        tokens = _alike(ids, context)
         if tokens == 0:
             raise wrong(
                 "context",
                 "the prompt has no token before the hidden question",
                 "Add a document, or let the question vote",
             )
-        if tokens == len(whole):
+        if tokens == len(ids):
             raise wrong(
                 "question",
-                "the prompt has no token after the context that the question is hidden from",
+                "the prompt has no token after the context, from which the question is hidden",
                 "Add a question, or leave context_characters out",
             )
         return tokens
 
     def question_tokens(self, tokenizer: Any) -> int | None:
-        """Return how many tokens the prompt has after the question begins; None without one.
+        """Return the number of tokens from the beginning of the question to the end of the prompt.
 
-        The text before the question, which may be long, is not tokenized again.
+        None if the text does not contain the question. The text before the question, which may be
+        long, is not tokenized again.
         """
         place = self._question_place()
         if place < 0:
@@ -86,15 +92,16 @@ class Prompt:
         return len(tokenized(tokenizer, self.text[place:], cuts)[0])
 
     def _question_place(self) -> int:
-        """Return where the question occurs last in the text; -1 if it does not occur."""
+        """Return where the question begins the last time in the text; -1 if it does not occur."""
         question = self.question.strip()
         return self.text.removesuffix(self.answer_start).rfind(question) if question else -1
 
     def hiding_question(self) -> "Prompt":
-        """Return the same prompt, but compressed before the question.
+        """Return the same prompt with its question hidden: it is compressed before the question.
 
         Raises:
-            InvalidArgumentError: the template has rewritten the question.
+            InvalidArgumentError: the text does not contain the question, because the chat template
+                has rewritten it.
         """
         place = self._question_place()
         if place < 0:
@@ -106,11 +113,15 @@ class Prompt:
         return replace(self, context_characters=place)
 
     def offsets(self, tokenizer: Any, argument: str, remedy: str) -> list[tuple[int, int]]:
-        """Return where every token begins and ends in the text.
+        """Return the first character of every token, and the first character after it.
+
+        Args:
+            tokenizer: the tokenizer of the model.
+            argument: the argument that an error names.
+            remedy: the remedy that an error names.
 
         Raises:
-            InvalidArgumentError: the tokenizer reports no offsets; `argument` and `remedy` are in
-                the message.
+            InvalidArgumentError: the tokenizer reports no offsets.
         """
         if not getattr(tokenizer, "is_fast", False):
             raise wrong(
@@ -124,9 +135,13 @@ class Prompt:
     def encoded(
         self, tokenizer: Any, *, end: int | None = None, offsets: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of the text, or of its first `end` characters and their offsets.
+        """Tokenize the text, or its first `end` characters.
 
-        A text that no template wrote has no control tokens except those around it.
+        If no chat template has written the text, the special tokens around it are its only control
+        tokens.
+
+        Returns:
+            The tokens, and their offsets in the text if `offsets` is True.
         """
         return tokenized(
             tokenizer,
@@ -144,10 +159,10 @@ class Prompt:
 
 
 def require_unicode(argument: str, text: str) -> None:
-    """Raise if a text contains bytes that were not UTF-8.
+    """Raise if a text contains bytes that are not UTF-8, which Python reads as surrogates.
 
     Raises:
-        InvalidArgumentError: it does.
+        InvalidArgumentError: it does; the message begins with `argument`.
     """
     if surrogate := re.search(r"[\ud800-\udfff]", text):
         raise wrong(
@@ -176,7 +191,7 @@ def require_question(question: str) -> None:
 def question_prompt(
     tokenizer: Any, document: str, question: str, *, answer_start: str = ""
 ) -> Prompt:
-    """Build a prompt whose question comes after the document and votes on it.
+    """Build a prompt with a question after the document.
 
     With a chat template, both are one message of the user, and the model's turn begins with
     `answer_start`. Without one, the model continues "Question: ... Answer: ...".
@@ -190,12 +205,23 @@ def question_prompt(
 
 
 def text_prompt(tokenizer: Any, text: str, *, answer_start: str = "") -> Prompt:
+    """Build a prompt that consists of `text` and `answer_start`, without a chat template."""
     del tokenizer
     return Prompt(text=text + answer_start, answer_start=answer_start)
 
 
 def chat_prompt(tokenizer: Any, text: str, question: str = "", *, answer_start: str = "") -> Prompt:
-    """One message of the user, up to the point where the model's turn begins."""
+    """Build a prompt with one message of the user, after which the model's turn begins.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        text: the message of the user.
+        question: the question in the message; empty if there is none.
+        answer_start: the text with which the model's turn begins.
+
+    Raises:
+        InvalidArgumentError: the tokenizer has no chat template.
+    """
     if not tokenizer.chat_template:
         raise wrong(
             "chat",
@@ -210,7 +236,14 @@ def chat_prompt(tokenizer: Any, text: str, question: str = "", *, answer_start: 
 
 
 def next_turn(tokenizer: Any, question: str) -> Prompt:
-    """What stands between the end of an answer and the beginning of the next one."""
+    """Build the text between the end of an answer and the beginning of the next one.
+
+    With a chat template, it begins with the end of the earlier message and contains the question as
+    a message of the user. Without one, it is "Question: ... Answer:".
+
+    Raises:
+        InvalidArgumentError: the chat template does not repeat earlier answers.
+    """
     asked = quoted(tokenizer, question)
     if not tokenizer.chat_template:
         return Prompt.written(f"\n\nQuestion: {asked}\nAnswer:", question=question)
@@ -231,7 +264,11 @@ def next_turn(tokenizer: Any, question: str) -> Prompt:
 
 
 def system_message(tokenizer: Any) -> str:
-    """Return the text that a chat template writes before the first message only."""
+    """Return the system message that a chat template writes before the first message by itself.
+
+    The result is empty if there is none, if the template rewrites messages, or if the tokenizer
+    reports no offsets.
+    """
     turns = [{"role": role, "content": _ANSWER} for role in ("user", "assistant", "user")]
     parts = tokenizer.apply_chat_template(turns, tokenize=False).split(_ANSWER)
     if len(parts) < 3 or not getattr(tokenizer, "is_fast", False):

@@ -1,4 +1,4 @@
-"""The tokens of a prompt that are always kept: texts in it, its beginning, a system message."""
+"""Find the tokens of a prompt that are always kept: texts, its beginning and a system message."""
 
 import re
 import sys
@@ -22,11 +22,16 @@ Costs = Callable[[], Sequence[TokenCost]]
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """Which tokens of a prompt every layer and head keeps; see `CompressedCache`."""
+    """The tokens of a prompt that every layer and head keeps, see `CompressedCache`.
 
-    texts: Sequence[str] = ()  # every occurrence of each, chat template included
+    Raises:
+        InvalidArgumentError: a text is empty, or `first_tokens` is negative.
+        InvalidTypeError: `first_tokens` is not an integer.
+    """
+
+    texts: Sequence[str] = ()  # every occurrence of each of them, also in the chat template
     first_tokens: int = 0
-    system: bool | None = False  # the system message of a chat; None: if there is one and it fits
+    system: bool | None = False  # the system message of a chat; None keeps it if it fits
 
     def __post_init__(self) -> None:
         require_int("protect_first", self.first_tokens, minimum=0)
@@ -40,29 +45,43 @@ class Protection:
     def spans(
         self, prompt: Prompt, policy: Policy, tokenizer: Any, costs: Costs = list
     ) -> list[Span]:
-        """Return the positions to protect, for `CompressedCache`.
+        """Return the spans of tokens to protect, for `CompressedCache`.
 
-        Writes a warning to standard error if the default cannot protect the system message.
+        If `system` is None and the system message cannot be protected, a warning is written to
+        standard error.
 
         Args:
             prompt: the prompt.
             policy: selects the tokens to keep.
             tokenizer: the tokenizer of the model.
-            costs: returns the bytes of a token in the compressed layers, for a budget in bytes.
+            costs: returns the bytes of a token in the compressed layers. It is only called if the
+                budget is a number of bytes.
 
         Raises:
-            InvalidArgumentError: a text or a required system message is not in the prompt, or has
-                no room.
+            InvalidArgumentError: the prompt does not contain a text, or `system` is True and its
+                message is missing or does not fit into the budget.
         """
-        asked = [(0, self.first_tokens)] if self.first_tokens else []
+        found = [(0, self.first_tokens)] if self.first_tokens else []
         for text in self.texts:
-            asked += _occurrences(prompt, text, tokenizer)
-        return asked + self._system(prompt, policy, tokenizer, asked, costs)
+            found += _occurrences(prompt, text, tokenizer)
+        return found + self._system(prompt, policy, tokenizer, found, costs)
 
     def _system(
-        self, prompt: Prompt, policy: Policy, tokenizer: Any, asked: list[Span], costs: Costs
+        self, prompt: Prompt, policy: Policy, tokenizer: Any, others: list[Span], costs: Costs
     ) -> list[Span]:
-        """The other protected spans and, if it is to be kept and fits, the system message."""
+        """Return the span of the system message, or no span if it is not protected.
+
+        Args:
+            prompt: the prompt.
+            policy: selects the tokens to keep.
+            tokenizer: the tokenizer of the model.
+            others: the other protected spans, which the budget must hold, too.
+            costs: as for `spans`.
+
+        Raises:
+            InvalidArgumentError: `system` is True, and there is no system message or it cannot be
+                kept.
+        """
         if self.system is False or isinstance(policy, FullCache):
             return []
         if not prompt.system_characters:
@@ -77,9 +96,9 @@ class Protection:
             offsets = _offsets(prompt, tokenizer)
             system = tokens_of(offsets, 0, prompt.system_characters)
             known = costs() if isinstance(budget_of(policy), ByteBudget) else []
-            if not _has_room(policy, asked, len(offsets), known):
+            if not _fits(policy, others, len(offsets), known):
                 return []
-            _require_room(policy, [*asked, *system], len(offsets), known)
+            _require_fit(policy, [*others, *system], len(offsets), known)
         except InvalidArgumentError as error:
             if self.system:
                 raise
@@ -90,6 +109,12 @@ class Protection:
 
 
 def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
+    """Return the tokens of every occurrence of a text in a prompt.
+
+    Raises:
+        InvalidArgumentError: the prompt does not contain the text, or the tokenizer reports no
+            offsets.
+    """
     offsets = _offsets(prompt, tokenizer)
     found = [
         span
@@ -106,7 +131,16 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
 
 
 def tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """Return the tokens that overlap these characters of a text: one span, or none."""
+    """Return the span of the tokens that overlap a range of characters.
+
+    Args:
+        offsets: the first character of every token, and the first character after it.
+        start: the first character of the range.
+        stop: the first character after the range.
+
+    Returns:
+        A list of one span; an empty list if no token overlaps the range.
+    """
     within = [
         position
         for position, (begin, end) in enumerate(offsets)
@@ -119,26 +153,27 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
     return prompt.offsets(tokenizer, "protect", "Pass --protect-first")
 
 
-def _has_room(policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
-    """Return whether the budget has room for these tokens; if not, the prefill raises the error."""
+def _fits(policy: Policy, spans: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
+    """Return whether the policy can keep `spans`, as `_require_fit` checks it."""
     try:
-        _require_room(policy, asked, tokens, costs)
+        _require_fit(policy, spans, tokens, costs)
     except InvalidArgumentError:
         return False
     return True
 
 
-def _require_room(
-    policy: Policy, asked: list[Span], tokens: int, costs: Sequence[TokenCost]
+def _require_fit(
+    policy: Policy, spans: list[Span], tokens: int, costs: Sequence[TokenCost]
 ) -> None:
-    """Raise unless the policy can keep these spans of a prompt of `tokens` tokens.
+    """Raise unless the policy can keep `spans` in a prompt of `tokens` tokens.
 
     Raises:
-        InvalidArgumentError: it cannot.
+        InvalidArgumentError: the spans do not fit into the budget, or the policy cannot protect
+            tokens.
     """
-    spans = Spans.of("protect", asked)
-    if spans.parts:
-        policy.require_protection(spans)
+    protected = Spans.of("protect", spans)
+    if protected.parts:
+        policy.require_protection(protected)
     first, *_ = costs or [TokenCost(full_bytes=1, block_bytes=1)]  # right for a share, unquantized
     layers, positions = max(2, len(costs)), torch.arange(tokens)
-    policy.require_room(layer_of_sizes(positions, spans, layers, token_cost=lambda: first))
+    policy.require_room(layer_of_sizes(positions, protected, layers, token_cost=lambda: first))

@@ -14,15 +14,16 @@ from snapkv.hf.placement import device_of
 from snapkv.prefill.decoder import decoder_layers
 
 TokenSink = Callable[[int, int], None]
-"""Called with the tokens that are read, and those of the text."""
+"""Called with the number of tokens that have been read, and the number of tokens of the text."""
 
 
 @contextlib.contextmanager
 def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
-    """Call `on_tokens` after every layer within this block, with how far a text is read.
+    """Call `on_tokens` with the progress of reading a text, after every layer within this block.
 
-    A text counts as read in proportion to the layers that have read it. Steps of one token are not
-    reported, and nothing is if the model's layers cannot be found.
+    The number of tokens that have been read grows in proportion to the layers that have read the
+    text. Decode steps of one token are not reported. Nothing is reported if the layers of the model
+    cannot be found.
     """
     try:
         layers = decoder_layers(model)

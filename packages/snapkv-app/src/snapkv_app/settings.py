@@ -12,7 +12,7 @@ MIN_TEMPERATURE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """The settings that say how an answer is generated.
+    """The settings with which an answer is generated.
 
     Raises:
         InvalidArgumentError: a value is out of range or contradicts another.
@@ -22,9 +22,9 @@ class GenerationSettings:
     max_new_tokens: int = 128
     temperature: float = 0.0  # 0: greedy; from 0.001 on: sampling
     seed: int = 0
-    min_new_tokens: int = 0  # the token that ends the answer not counted
-    stop_token_ids: tuple[int, ...] = ()  # end an answer, as the model's own end tokens do
-    stop_strings: tuple[str, ...] = ()  # neither they nor what follows is part of the answer
+    min_new_tokens: int = 0  # without the token that ends the answer
+    stop_token_ids: tuple[int, ...] = ()  # further tokens that end an answer
+    stop_strings: tuple[str, ...] = ()  # the answer ends before the first of them
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, minimum=1)

@@ -1,4 +1,4 @@
-"""Reading documents as text: files, folders and standard input."""
+"""Read documents as text: files, folders and standard input."""
 
 import errno
 import json
@@ -21,13 +21,13 @@ from snapkv_app.library.records import Text, settled_stamp
 STDIN = "-"
 
 NoticeSink = Callable[[str], None]
-"""A function that receives a line about a file that was left out, or read in part."""
+"""Called with a line about a file that was skipped or is read in part."""
 
 _MOST_BYTES = 2**26
-"""The bytes of text that are read at once, some 16 million tokens."""
+"""The most bytes of text that one call reads, about 16 million tokens."""
 
 _MOST_DOCUMENT_BYTES = 2**29
-"""The bytes that a document may have, with its images."""
+"""The most bytes that a document may have, with its images."""
 
 _OTHER_DOCUMENTS = {
     ".doc",
@@ -41,7 +41,8 @@ _OTHER_DOCUMENTS = {
     ".xls",
     ".xlsx",
 }
-"""Suffixes of documents; a folder's file that has one and is no document is told of."""
+"""Suffixes of documents. A file of a folder with such a suffix that is not a document is reported
+as skipped; other binary files are skipped silently."""
 
 _SKIPPED_FOLDERS = {"__pycache__", "CVS", "node_modules", "site-packages", "vendor", "venv"}
 
@@ -63,20 +64,29 @@ def _to_stderr(line: str) -> None:
 def read(
     sources: Sequence[str], *, on_notice: NoticeSink = _to_stderr, without: Path | None = None
 ) -> list[Text]:
-    """Read every source, in the order given; bytes of a name that are not UTF-8 are escaped.
+    """Read the text of every source, in their order.
 
-    A source is a file, a folder, or "-" for standard input. A file is plain text, Markdown or
-    source code, which are read as they are, or a document: HTML, PDF, a Jupyter notebook, an
-    e-mail, EPUB, RTF, or a file of Word, Excel, PowerPoint or OpenDocument. A folder stands for
-    all files with text below it, sorted by path; hidden files, folders of version control, caches,
-    third-party code, libraries that `snapkv library` has made, the folder `without`, and files
-    that are empty or not text are left out of it. Files that should have text and cannot be read
-    are left out too, and for each of them `on_notice` receives the line "skipped: name: reason". A
-    file that is named as a source is never left out: it is read or refused. Where a part of a file
-    is not in its text, `on_notice` receives the line "partly read: name: reason".
+    A file is plain text, Markdown or source code, which are read unchanged, or a document: HTML,
+    PDF, a Jupyter notebook, an e-mail, EPUB, RTF, or a file of Word, Excel, PowerPoint or
+    OpenDocument.
+
+    A folder stands for all files with text below it, sorted by path. These are skipped: hidden
+    files, folders of version control, caches, third-party code, libraries that `snapkv library` has
+    made, the folder `without`, and files that are empty or not text. A file of a folder that should
+    have text but cannot be read is skipped, too, and reported to `on_notice`.
+
+    Args:
+        sources: files, folders, or "-" for standard input.
+        on_notice: called with a line "skipped: name: reason" for every file that cannot be read,
+            and "partly read: name: reason" for every file with parts that are not in its text.
+        without: a folder to skip.
+
+    Returns:
+        One text for every file. Bytes of a name that are not UTF-8 are escaped.
 
     Raises:
-        DocumentError: a source is missing or cannot be read, or the texts are too long together.
+        DocumentError: a source is missing or cannot be read, a folder has no text, or the texts are
+            too long together.
         MissingDependencyError: the library that reads a document is not installed.
     """
     if not sources:
@@ -85,7 +95,7 @@ def read(
         )
     if list(sources).count(STDIN) > 1:
         raise wrong(
-            "files", "expected - once at most, got it more often", "Pass it once", DocumentError
+            "files", "expected - at most one time, got it again", "Pass - one time", DocumentError
         )
     files = _Files(without)
     found = [document for source in sources for document in files.read(source)]
@@ -95,10 +105,10 @@ def read(
 
 
 def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
-    """Read every source as `read` does, and write its notices to standard error.
+    """Read every source as `read` does, and write each of its notices to standard error.
 
     Returns:
-        The documents, and the notices.
+        The texts, and the notices.
     """
     lines: list[str] = []
 
@@ -110,21 +120,21 @@ def read_noting(sources: Sequence[str]) -> tuple[list[Text], list[str]]:
 
 
 def join(documents: Sequence[Text]) -> str:
-    """Join documents into one text, each under a line with its name if there are several."""
+    """Join documents into one text; if there are several, a line with its name precedes each."""
     if len(documents) == 1:
         return documents[0].text
     return "\n\n".join(f"===== {document.name} =====\n{document.text}" for document in documents)
 
 
 class _TooMuchError(DocumentError):
-    """The sources have more text than can be read; a folder cannot leave it out."""
+    """The sources together have too much text, which skipping one file does not solve."""
 
 
 class _Files:
-    """The files that one call of `read` reads.
+    """A reader of the sources of one call of `read`, which counts the bytes of their texts.
 
     Attributes:
-        notices: the reason why a file was "skipped" or "partly read", by that word and its name.
+        notices: the reasons by "skipped: name" or "partly read: name" of a file.
     """
 
     def __init__(self, without: Path | None) -> None:
@@ -132,6 +142,12 @@ class _Files:
         self.notices: dict[str, str] = {}
 
     def read(self, source: str) -> list[Text]:
+        """Read a file, all files of a folder, or standard input.
+
+        Raises:
+            DocumentError: the source is missing or cannot be read, or has too much text.
+            MissingDependencyError: the library that reads a document is not installed.
+        """
         if source == STDIN:
             return [self._parsed(None, self._content(sys.stdin.buffer, None))]
         if not source:
@@ -153,7 +169,12 @@ class _Files:
             raise _unreadable(error, source) from error
 
     def _below(self, folder: Path) -> list[Text]:
-        """Read the files with text below a folder, and note why a file cannot be read."""
+        """Read the files with text below a folder, and add skipped files to `notices`.
+
+        Raises:
+            DocumentError: the folder has no file with text, or its files have too much text.
+            MissingDependencyError: the library that reads a document is not installed.
+        """
         found: list[Text] = []
         reasons: dict[str, str] = {}
         for path in _files_below(folder, self._without):
@@ -167,17 +188,25 @@ class _Files:
             unread = ""
             if reasons:
                 first = next(iter(reasons.values()))
-                unread = f" and can be read ({len(reasons):,} cannot: {first})"
+                unread = f", or cannot be read ({len(reasons):,} of them: {first})"
             raise refused(
-                f"expected a folder with text files, got {folder} without any that is not hidden, "
-                f"empty or binary{unread}",
+                f"expected a folder with text files, but all files in {folder} are hidden, empty "
+                f"or binary{unread}",
                 "Pass a folder with text files",
             )
         self.notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
         return found
 
     def _if_text(self, path: Path) -> list[Text]:
-        """Read a file of a folder, unless it is empty, or binary without the suffix of a text."""
+        """Read a file of a folder.
+
+        Returns:
+            The text; an empty list if the file is empty, or is binary and its suffix does not
+            promise text.
+
+        Raises:
+            DocumentError: the file cannot be read, or is binary although its suffix promises text.
+        """
         try:
             with path.open("rb") as file:
                 stamp = settled_stamp(os.fstat(file.fileno()))  # before it is read
@@ -194,7 +223,12 @@ class _Files:
         return [self._parsed(path, data, stamp)]
 
     def _content(self, file: BinaryIO, path: Path | None) -> bytes:
-        """Read a text up to the bound of texts, and a document up to the bound of documents."""
+        """Read the content of a file, and count the bytes of a text.
+
+        Raises:
+            DocumentError: a text has more bytes than are left, or a document more than documents
+                may have.
+        """
         data, most = file.read(self._left + 1), self._left
         if _form_of(path, data):
             most = _MOST_DOCUMENT_BYTES
@@ -208,7 +242,12 @@ class _Files:
         return data
 
     def _parsed(self, path: Path | None, data: bytes, stamp: str = "") -> Text:
-        """Build the text of a file from its content."""
+        """Build the text of a file from its content.
+
+        Raises:
+            DocumentError: the content cannot be read, has no text, or has too much text.
+            MissingDependencyError: the library that reads this document is not installed.
+        """
         name, form = _name_of(path), _form_of(path, data)
         if form is None:
             text, losses = decode(name, data), list[str]()
@@ -224,7 +263,7 @@ class _Files:
             raise refused(problem, "Pass a file with text")
         if losses:
             self.notices[f"partly read: {name}"] = "; ".join(losses)
-        # What a pipe such as <(command) held cannot be read again.
+        # A pipe such as <(command) cannot be read again, so it has no source.
         source = os.path.abspath(name) if path is not None and path.is_file() else None
         return Text(name=name, text=text.strip("\n"), source=source, stamp=stamp)
 
@@ -234,7 +273,7 @@ def _name_of(path: Path | None) -> str:
 
 
 def _form_of(path: Path | None, data: bytes) -> str | None:
-    """Return how `documents.read_document` reads a file, or None if it is no document."""
+    """Return the form in which `documents.read_document` reads a file; None for plain text."""
     if data.startswith(b"%PDF-"):
         return "pdf"
     if data.startswith(b"{\\rtf"):
@@ -249,12 +288,13 @@ def _form_of(path: Path | None, data: bytes) -> str | None:
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """Return the letters of an escape sequence of JSON, unless JSON must escape them."""
+    """Return the letters of an escape sequence of JSON, or the sequence if JSON needs it."""
     text = json.loads(f'"{found[0]}"')
     return text if text.isprintable() and not {'"', "\\"} & set(text) else found[0]
 
 
 def _too_much(path: Path | None) -> SnapKVError:
+    """Build the `DocumentError` for sources that have too much text with the file at `path`."""
     most, largest = format_bytes(_MOST_BYTES), format_bytes(_MOST_DOCUMENT_BYTES)
     bounds = f"expected at most {most} of text, and documents of at most {largest}"
     remedy = "Pass less, for instance a part that split -C 32M makes"
@@ -262,37 +302,40 @@ def _too_much(path: Path | None) -> SnapKVError:
 
 
 def _unreadable(error: OSError, name: str) -> SnapKVError:
+    """Build the `DocumentError` for a file that the system cannot read."""
     place = printable(str(error.filename or name))
     problem = f"expected a readable file, got {place}: {error.strerror}"
     return refused(problem, "Pass one that can be read")
 
 
 def _require_file(path: Path) -> None:
-    """Raise `DocumentError` unless a path is that of a file or a pipe."""
+    """Raise unless there is a file or a pipe at a path.
+
+    Raises:
+        DocumentError: the path is that of a device, or there is nothing.
+    """
     if path.is_file() or path.is_fifo():
         return
     if path.exists():
         problem = f"expected a regular file or folder, got the device {path}"
         raise refused(problem, "Pass a file, or - for standard input")
     names = os.listdir(path.parent) if path.parent.is_dir() else ()
-    near = nearest(path.name, names) or where_to_look(path)
-    raise DocumentError(
-        f"file: expected an existing file or folder, got {printable(str(path))}{link_fault(path)}"
-        f"{near}"
-    )
+    got = f"{printable(str(path))}{link_fault(path)}"
+    remedy = nearest(path.name, names, where_to_look(path))
+    raise refused(f"expected an existing file or folder, got {got}", remedy)
 
 
 def where_to_look(path: Path) -> str:
-    """Return the end of an error message about a missing file."""
+    """Return the remedy of an error about a missing file: where to look for it."""
     if not path.parent.is_dir():
-        return f"; there is no folder {path.parent}"
-    return f"; see ls {shlex.quote(str(path.parent))}"
+        return f"There is no folder {path.parent}"
+    return f"See ls {shlex.quote(str(path.parent))}"
 
 
 def link_fault(path: Path) -> str:
-    """Return what is wrong with the symbolic link at a path, for an error message.
+    """Return the clause that says why the symbolic link at a path leads nowhere.
 
-    The text is empty if there is no link.
+    Empty if there is no such link.
     """
     try:
         path.stat()
@@ -305,9 +348,9 @@ def link_fault(path: Path) -> str:
 
 
 def _files_below(folder: Path, without: Path | None) -> list[Path]:
-    """List the files below a folder, sorted by path, that are neither hidden nor third-party.
+    """Return the files below a folder that are neither hidden nor third-party, sorted by path.
 
-    Libraries of `snapkv library` and the folder `without` are left out.
+    Libraries of `snapkv library` and the folder `without` are skipped.
     """
     paths = []
     left_out = None if without is None else os.path.realpath(without)
@@ -321,7 +364,7 @@ def _files_below(folder: Path, without: Path | None) -> list[Path]:
 
 
 def _is_library(folder: str) -> bool:
-    """Return whether `snapkv library` has made the folder."""
+    """Return whether a folder is a library that `snapkv library` has made."""
     try:
         with open(os.path.join(folder, "library.json"), "rb") as file:
             return b'"snapkv library ' in file.read(64)

@@ -33,7 +33,7 @@ def settings(**given):
 SHORT = settings()
 
 
-def test_the_full_cache_gives_the_tokens_of_plain_generate(tiny, prompt):
+def test_full_cache_gives_the_tokens_of_plain_generate(tiny, prompt):
     ids = prompt.token_ids(tiny.tokenizer)
     cache = DynamicCache(config=tiny.model.config)
     plain = tiny.model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
@@ -43,7 +43,7 @@ def test_the_full_cache_gives_the_tokens_of_plain_generate(tiny, prompt):
     assert (result.finish_reason, result.cache.held_bytes) == ("length", result.cache.full_bytes)
 
 
-def test_a_compressed_answer_says_what_it_took(demo, prompt):
+def test_compressed_answer_reports_its_tokens_and_times(demo, prompt):
     result = answer(demo, prompt, SnapKV(48, window_size=16, kernel_size=13), SHORT)
     assert result.text == "The key is under the blue stone."
     assert result.finish_reason == "stop"
@@ -56,7 +56,7 @@ def test_a_compressed_answer_says_what_it_took(demo, prompt):
     assert json.loads(json.dumps(asdict(result)))["cache"]["kept_tokens"] == 51
 
 
-def test_a_batch_answers_as_its_prompts_do_alone(tiny, prompt):
+def test_prompts_of_a_batch_are_answered_as_they_are_alone(tiny, prompt):
     prompts, policy = [prompt, Prompt(text="The gate opens at"), prompt], SnapKV(48)
     alone = [answer(tiny, each, policy, SHORT).text for each in prompts]
     assert answers_together(tiny, prompts, policy, SHORT) == alone
@@ -65,18 +65,18 @@ def test_a_batch_answers_as_its_prompts_do_alone(tiny, prompt):
 
 
 @pytest.mark.parametrize("name", PREFILLS)
-def test_kept_tokens_are_those_of_the_prompt_however_it_was_read(tiny, prompt, name):
+def test_kept_tokens_count_the_prompt_for_every_prefill(tiny, prompt, name):
     result = answer(tiny, prompt, SnapKV(48, window_size=16), SHORT, prefill=PREFILLS[name]())
     assert result.kept_tokens == 48 < result.cache.kept_tokens
 
 
-def test_what_was_evicted_for_the_answers_own_tokens_is_not_kept(tiny, prompt):
+def test_kept_tokens_exclude_those_evicted_during_the_answer(tiny, prompt):
     result = answer(tiny, prompt, StreamingLLM(48), SHORT)
     assert result.kept_tokens == 48 - (result.new_tokens - 1)
 
 
 @pytest.mark.parametrize("way", [Exact(), LayerByLayer(chunk_tokens=64)])
-def test_how_far_the_prompt_is_read_and_then_every_piece_of_text_is_told(tiny, prompt, way):
+def test_progress_of_the_prompt_and_pieces_of_text_are_reported(tiny, prompt, way):
     events = []
     with telling_of_reading(tiny.model, lambda *tokens: events.append(tokens)):
         result = answer(tiny, prompt, SnapKV(48), SHORT, on_text=events.append, prefill=way)
@@ -89,7 +89,7 @@ def test_how_far_the_prompt_is_read_and_then_every_piece_of_text_is_told(tiny, p
 
 
 @pytest.mark.parametrize("seed", [1, 3])
-def test_sampling_follows_the_seed_and_leaves_the_callers_draws_alone(tiny, prompt, seed):
+def test_sampling_follows_the_seed_and_keeps_the_callers_random_state(tiny, prompt, seed):
     def sample(seed):
         drawn = settings(max_new_tokens=8, temperature=1.5, seed=seed)
         return answer(tiny, prompt, SnapKV(48), drawn).text
@@ -102,7 +102,7 @@ def test_sampling_follows_the_seed_and_leaves_the_callers_draws_alone(tiny, prom
 
 
 @pytest.mark.parametrize("bad", [-0.1, 1e-5, float("nan"), float("inf")])
-def test_a_temperature_that_nothing_can_be_drawn_at_is_refused(bad):
+def test_temperature_too_small_for_sampling_is_refused(bad):
     with pytest.raises(InvalidArgumentError, match=r"0, or a finite number of at least 0\.001"):
         GenerationSettings(temperature=bad)
 
@@ -120,7 +120,7 @@ def test_a_temperature_that_nothing_can_be_drawn_at_is_refused(bad):
         ({"max_new_tokens": 2}, " blue stone", 2, "length"),
     ],
 )
-def test_settings_end_an_answer_and_its_stream(demo, prompt, given, text, new_tokens, reason):
+def test_settings_end_both_the_answer_and_its_stream(demo, prompt, given, text, new_tokens, reason):
     pieces = []
     result = answer(demo, prompt, FullCache(), settings(**given), on_text=pieces.append)
     assert result.text == START + text
@@ -128,8 +128,8 @@ def test_settings_end_an_answer_and_its_stream(demo, prompt, given, text, new_to
     assert "".join(pieces) == result.text
 
 
-def test_no_answer_ends_within_a_character(demo):
-    prompt = text_prompt(demo.tokenizer, "青石镇的图书馆里有一只橘猫。" * 4 + "青石镇的图书馆里有")
+def test_answer_never_ends_inside_a_character(demo):
+    prompt = text_prompt(demo.tokenizer, "青石镇的图书馆里有一只橘猫。" * 2 + "青石镇的图书馆里有")
     halves = 0
     for tokens in range(1, 7):
         streamed: list[str] = []
@@ -142,7 +142,7 @@ def test_no_answer_ends_within_a_character(demo):
     assert halves
 
 
-def test_a_token_ends_an_answer_when_it_is_long_enough_and_not_the_next_one(demo, prompt):
+def test_end_token_counts_from_the_smallest_answer_length_on(demo, prompt):
     (stone,) = demo.tokenizer.encode(" stone")
     last = settings(stop_token_ids=(stone,), max_new_tokens=2)  # the last that it may have
     ended = answer(demo, prompt, FullCache(), last)
@@ -154,7 +154,7 @@ def test_a_token_ends_an_answer_when_it_is_long_enough_and_not_the_next_one(demo
     assert exact.text.startswith(whole.text)
 
 
-def test_a_stop_string_that_begins_in_the_prompt_is_a_stop(demo):
+def test_stop_string_that_begins_in_the_prompt_ends_the_answer(demo):
     """transformers looks at the prompt's end too; the answer then ended, and was not cut off."""
     text = "one two three four five six seven eight one two three four five six seven"
     stop = settings(max_new_tokens=3, stop_strings=("seven eight",))
@@ -163,14 +163,14 @@ def test_a_stop_string_that_begins_in_the_prompt_is_a_stop(demo):
 
 
 @pytest.mark.parametrize("new_tokens", [1, 128])
-def test_a_prompt_beyond_the_models_positions_is_refused_with_both_numbers(tiny, new_tokens):
+def test_prompt_beyond_the_positions_is_refused_with_both_numbers(tiny, new_tokens):
     prompt = text_prompt(tiny.tokenizer, "word " * 520)
     tokens = prompt.token_ids(tiny.tokenizer).shape[1]
     with pytest.raises(PromptTooLongError, match=rf"prompt of {tokens:,} tok.* 512 positions"):
         answer(tiny, prompt, SnapKV(), settings(max_new_tokens=new_tokens))
 
 
-def test_a_prompt_may_use_every_position(tiny, monkeypatch):
+def test_prompt_and_answer_may_use_every_position(tiny, monkeypatch):
     prompt = text_prompt(tiny.tokenizer, "one two three")
     monkeypatch.setattr(LoadedModel, "max_tokens", 3 + 2)
     assert answer(tiny, prompt, FullCache(), settings(max_new_tokens=2)).new_tokens == 2
@@ -178,7 +178,7 @@ def test_a_prompt_may_use_every_position(tiny, monkeypatch):
         answer(tiny, prompt, FullCache(), settings(max_new_tokens=3))
 
 
-def test_out_of_memory_says_what_was_needed(tiny, prompt, monkeypatch):
+def test_out_of_memory_error_says_how_much_was_needed(tiny, prompt, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -194,7 +194,7 @@ def test_out_of_memory_says_what_was_needed(tiny, prompt, monkeypatch):
 # Times.
 
 
-def test_timings_are_those_of_the_tokens(tiny, prompt, monkeypatch):
+def test_times_are_measured_between_tokens(tiny, prompt, monkeypatch):
     clock = iter([0.0, 2.0, 2.1, 2.3, 2.6])
     fake_time = SimpleNamespace(perf_counter=lambda: next(clock))
     monkeypatch.setattr("snapkv_app.answering.time", fake_time)
@@ -203,7 +203,7 @@ def test_timings_are_those_of_the_tokens(tiny, prompt, monkeypatch):
     assert result.token_ms == pytest.approx(200)
 
 
-def test_time_per_token_where_several_come_together(tiny, monkeypatch):
+def test_time_per_token_is_right_if_steps_give_several_tokens(tiny, monkeypatch):
     """Steps of 1, 3 and 2 tokens at 0, 1, 4 and 6 seconds: 6 s for the 6 behind the first."""
     now = iter([0.0, 0.0, 1.0, 4.0, 6.0])
     monkeypatch.setattr("snapkv_app.answering.time.perf_counter", lambda: next(now))
@@ -221,7 +221,7 @@ def hidden_behind(text, question):
     return Prompt(text=text + question, context_characters=len(text))
 
 
-def test_a_hidden_question_is_read_over_what_was_kept(tiny):
+def test_hidden_question_is_stored_after_the_kept_tokens(tiny):
     prompt = hidden_behind(DOCUMENT, "\n\nQuestion: Where is the key?\nAnswer:")
     behind = prompt.token_ids(tiny.tokenizer).shape[1] - prompt.context_tokens(tiny.tokenizer)
     hidden = answer(tiny, prompt, SnapKV(48), SHORT)
@@ -233,7 +233,7 @@ def test_a_hidden_question_is_read_over_what_was_kept(tiny):
     assert roomy[0].token_ids == roomy[1].token_ids
 
 
-def test_more_of_a_text_vote_before_it_is_asked_about(tiny):
+def test_hidden_question_is_preceded_by_64_voters(tiny):
     prompt, ends = hidden_behind(DOCUMENT, "\n\nWhen does the gate open?"), []
     given = answer(tiny, prompt, default_policy(48), SHORT, on_prompt_end=ends.append)
     tokens = prompt.context_tokens(tiny.tokenizer)
@@ -248,7 +248,7 @@ def test_more_of_a_text_vote_before_it_is_asked_about(tiny):
             assert torch.equal(found[(found >= 0) & (found < tokens)], expected[expected >= 0])
 
 
-def test_an_empty_cache_knows_of_no_question(tiny):
+def test_reset_forgets_the_expected_question(tiny):
     cache = CompressedCache(tiny.model, default_policy(48))
     cache.expect_question(40)
     assert cache.prompt_state.policy == default_policy(48, voters=40)
@@ -257,7 +257,7 @@ def test_an_empty_cache_knows_of_no_question(tiny):
 
 
 @pytest.mark.parametrize("answer_start", ["", "It lies"])
-def test_the_questions_tokens_vote(tiny, answer_start):
+def test_tokens_of_the_question_vote(tiny, answer_start):
     """From its first one on, wherever else the text asks it, for the default's method alone."""
     question = "Where does the key lie, if it lies anywhere, and for how long has it been there?"
     prompt = question_prompt(
@@ -287,13 +287,13 @@ def test_the_questions_tokens_vote(tiny, answer_start):
         (StreamingLLM(64), 40, StreamingLLM(64)),
     ],
 )
-def test_who_votes_on_a_question(policy, tokens, asked):
+def test_policy_is_adapted_to_the_question(policy, tokens, asked):
     assert adapt_to_question(policy, tokens) == asked
     assert method_name(asked.describe()) == method_name(policy.describe())
 
 
 @pytest.mark.parametrize("inside", [0, 2, 7])
-def test_a_token_over_the_contexts_end_belongs_to_the_question(tiny, inside):
+def test_token_across_the_end_of_the_context_belongs_to_the_question(tiny, inside):
     """Wherever the end falls, the context's tokens are the first of the prompt's own."""
     text = "The key lies underneath."
     prompt = Prompt(text=text, context_characters=len("The key ") + inside)
@@ -314,7 +314,7 @@ def test_a_token_over_the_contexts_end_belongs_to_the_question(tiny, inside):
         ("Here.", 5, "question: the prompt has no token after the context"),
     ],
 )
-def test_a_context_of_nothing_or_of_everything_is_refused(tiny, text, characters, said):
+def test_empty_and_complete_contexts_are_refused(tiny, text, characters, said):
     prompt = Prompt(text=text, context_characters=characters)
     with pytest.raises(InvalidArgumentError, match=said):
         answer(tiny, prompt, SnapKV(48), SHORT)
@@ -324,7 +324,7 @@ def test_a_context_of_nothing_or_of_everything_is_refused(tiny, text, characters
 
 
 @pytest.mark.parametrize("at_end", [True, False], ids=["as it is told", "behind"])
-def test_nothing_stays_in_the_model_where_an_answer_is_interrupted(tiny, prompt, at_end):
+def test_interrupted_answer_leaves_no_hooks_in_the_model(tiny, prompt, at_end):
     told = []
 
     def interrupt(given):
@@ -340,7 +340,7 @@ def test_nothing_stays_in_the_model_where_an_answer_is_interrupted(tiny, prompt,
     assert not tiny.model._forward_hooks_with_kwargs
 
 
-def test_an_end_is_told_of_once_and_let_go(tiny, prompt):
+def test_prompt_end_is_reported_one_time_and_then_freed(tiny, prompt):
     told = []
     result = answer(tiny, prompt, SnapKV(40), SHORT, on_prompt_end=told.append)
     (end,) = told
@@ -352,7 +352,7 @@ def test_an_end_is_told_of_once_and_let_go(tiny, prompt):
     assert stored() is None
 
 
-def test_what_another_cache_reads_meanwhile_is_not_the_end(tiny, prompt):
+def test_tokens_read_into_another_cache_are_not_the_prompt_end(tiny, prompt):
     ids = prompt.token_ids(tiny.tokenizer)
     cache, other = (CompressedCache(tiny.model, SnapKV(40)) for _ in range(2))
     told = []
@@ -371,7 +371,7 @@ def test_what_another_cache_reads_meanwhile_is_not_the_end(tiny, prompt):
     ("ours", "theirs", "place"),
     [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 7, 3), 1), ((1, 2), (1, 2, 3), 2)],
 )
-def test_the_first_difference_is_the_first_token_that_only_one_has(ours, theirs, place):
+def test_comparison_finds_the_first_different_token(ours, theirs, place):
     ours, theirs = (SimpleNamespace(text=str(ids), token_ids=ids) for ids in (ours, theirs))
     found = Comparison.of(ours, theirs)
     assert found == Comparison(same=place is None, first_difference=place)

@@ -37,7 +37,7 @@ def said(tiny, policy, **options):
     return conversation, [conversation.ask(question).text for question in QUESTIONS]
 
 
-def test_the_second_question_finds_what_the_first_one_did_not_need(demo):
+def test_second_question_is_answered_from_recalled_tokens(demo):
     conversation = Conversation(demo, POLICY, SHORT, document=DOCUMENT)
     full = Conversation(demo, FullCache(), SHORT, document=DOCUMENT)
     assert conversation.ask(QUESTIONS[1]).text[:10] == full.ask(QUESTIONS[1]).text[:10]
@@ -45,7 +45,7 @@ def test_the_second_question_finds_what_the_first_one_did_not_need(demo):
 
 
 @pytest.mark.parametrize("recall", [None, "none"])
-def test_the_tokens_of_each_turns_question_vote(tiny, recall):
+def test_tokens_of_each_question_vote_in_its_turn(tiny, recall):
     policy = default_policy(64) if recall is None else default_policy(64).policy
     conversation = Conversation(tiny, policy, SHORT, document=DOCUMENT, recall=recall)
     long = "And when, if it is not too much to ask, does the gate open in the morning, and why?"
@@ -57,7 +57,7 @@ def test_the_tokens_of_each_turns_question_vote(tiny, recall):
         assert by_layer(conversation.cache.policy).voters is None
 
 
-def test_every_turn_reads_all_that_was_said_and_stays_within_the_budget(tiny):
+def test_every_turn_reads_all_tokens_and_stays_within_the_budget(tiny):
     conversation, _ = said(tiny, POLICY)
     report = conversation.report()
     assert report.kept_tokens <= 64 + 6
@@ -74,7 +74,7 @@ def test_every_turn_reads_all_that_was_said_and_stays_within_the_budget(tiny):
     assert evicting.report().kept_tokens <= 64
 
 
-def test_a_saved_conversation_goes_on_and_recalls_from_where_it_is_told_to(tiny, tmp_path):
+def test_saved_conversation_continues_with_its_own_or_another_recall(tiny, tmp_path):
     conversation, _ = said(tiny, POLICY, recall="host")
     conversation.save(tmp_path / "talk")
     answers = []
@@ -92,7 +92,7 @@ def test_a_saved_conversation_goes_on_and_recalls_from_where_it_is_told_to(tiny,
         Conversation.load(tmp_path / "cache", tiny, SHORT, POLICY)
 
 
-def test_a_conversation_that_forgot_is_loaded_without_recall(tiny, tmp_path):
+def test_conversation_with_evicted_tokens_is_loaded_without_recall(tiny, tmp_path):
     conversation, _ = said(tiny, POLICY, recall="none")
     conversation.save(tmp_path / "talk")
     for recall in (None, "none"):
@@ -102,7 +102,7 @@ def test_a_conversation_that_forgot_is_loaded_without_recall(tiny, tmp_path):
         Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="host")
 
 
-def test_an_interrupted_turn_does_not_count(tiny):
+def test_interrupted_turn_leaves_the_conversation_unchanged(tiny):
     conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
     other = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
     assert conversation.ask(QUESTIONS[0]).text == other.ask(QUESTIONS[0]).text
@@ -121,7 +121,7 @@ def test_an_interrupted_turn_does_not_count(tiny):
     assert [each.report()["dropped_tokens"] for each in (conversation, other)] == dropped
 
 
-def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
+def test_refused_question_leaves_the_conversation_unchanged(tiny):
     conversation = Conversation(tiny, POLICY, SHORT, document=DOCUMENT)
     with pytest.raises(InvalidArgumentError, match="save: no question has been asked"):
         conversation.save("nowhere")
@@ -140,7 +140,7 @@ def test_what_cannot_be_asked_is_refused_and_changes_nothing(tiny):
         Conversation(tiny, KVzip(64), SHORT)
 
 
-def test_turns_of_a_model_without_a_template_are_plain_text(demo):
+def test_turns_without_a_chat_template_are_plain_text(demo):
     class Plain:
         chat_template = None
         added_tokens_decoder: ClassVar = {}
@@ -159,7 +159,7 @@ def test_turns_of_a_model_without_a_template_are_plain_text(demo):
     assert next_turn(demo.tokenizer, "Who?").text.startswith("<|im_end|>\n<|im_start|>user\nWho?")
 
 
-def test_end_of_an_answer_stands_once_before_the_next_turn(tiny):
+def test_next_turn_follows_exactly_one_end_of_the_answer(tiny):
     turn = next_turn(tiny.tokenizer, "Who?")
     own = turn.token_ids(tiny.tokenizer)[0].tolist()
     (end,) = end_token_ids(tiny.model, SHORT)

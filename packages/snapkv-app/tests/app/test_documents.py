@@ -60,7 +60,7 @@ BLOCKS = (
         "<math><mi>x</mi><annotation encoding='application/x-tex'>INJECTED</annotation></math>",
     ],
 )
-def test_hidden_text_of_a_page_is_not_read(tmp_path, hidden):
+def test_hidden_text_of_a_page_is_skipped(tmp_path, hidden):
     page = f"<html><body><p>Nine</p>{hidden} after</body></html>"
     text = shown(tmp_path, "page.html", page)
     assert "INJECTED" not in text
@@ -69,7 +69,7 @@ def test_hidden_text_of_a_page_is_not_read(tmp_path, hidden):
 
 
 @pytest.mark.parametrize("style", ["opacity: 0.5", "font-size:0.9em", "display: block"])
-def test_text_with_another_style_is_read(tmp_path, style):
+def test_text_with_a_visible_style_is_read(tmp_path, style):
     assert shown(tmp_path, "page.html", f"<p style='{style}'>Nine</p>") == "Nine"
 
 
@@ -78,20 +78,20 @@ def test_numbers_of_lists_are_read(tmp_path):
     assert shown(tmp_path, "page.html", page).split() == ["3.", "Push", "4.", "Turn", "1.", "Left"]
 
 
-def test_cells_without_end_tags_stay_apart(tmp_path):
+def test_cells_without_end_tags_stay_separate(tmp_path):
     page = "<table><tr><th>City<th>Rate<tr><td>Brno<td>7<tr><td>Plzen<td>9</table>"
     assert shown(tmp_path, "page.html", page) == "City\tRate\nBrno\t7\nPlzen\t9"
 
 
 @pytest.mark.parametrize("tag", BLOCKS.split())
-def test_blocks_begin_lines(tmp_path, tag):
+def test_every_block_begins_a_line(tmp_path, tag):
     page = f"<body><{tag}>one</{tag}><{tag}>two</{tag}>three"
     assert len(shown(tmp_path, "page.html", page).split()) == 3
 
 
-def test_a_page_that_is_too_deep_is_refused(tmp_path):
+def test_too_deeply_nested_page_is_refused(tmp_path):
     path = saved(tmp_path, "deep.html", "<div>word" * 3_000)
-    with pytest.raises(DocumentError, match=r"deep\.html: its tags are .* 2,048 times\. Download"):
+    with pytest.raises(DocumentError, match=r"deep\.html: its tags are .* 2,048 deep\. Download"):
         text_files.read([str(path)])
 
 
@@ -111,7 +111,7 @@ def form(folder):
     return folder / "form.pdf"
 
 
-def test_what_is_filled_into_a_form_is_read(tmp_path):
+def test_values_of_a_pdf_form_are_read(tmp_path):
     assert noted(form(tmp_path)) == ("Name of the tenant:\nHrabal", [])
 
 
@@ -138,14 +138,14 @@ def glyphs(folder, known, unknown):
     return folder / "glyphs.pdf"
 
 
-def test_letters_that_a_font_does_not_name_are_counted(tmp_path):
+def test_characters_without_a_unicode_value_are_counted(tmp_path):
     path = glyphs(tmp_path, "The gate opens at nine, and the garden at ten.", "Hello")
     text, (line,) = noted(path)
     assert text.startswith("The gate opens at nine")
     assert f"partly read: {path}: for 5 of 42 characters the fonts do not say" in line
 
 
-def test_a_pdf_without_letters_is_refused(tmp_path):
+def test_pdf_without_text_is_refused(tmp_path):
     path = glyphs(tmp_path, "", "The gate opens at nine.")
     with pytest.raises(DocumentError, match=r"which letters they show\. Run it through OCR"):
         text_files.read([str(path)])
@@ -162,7 +162,7 @@ def letter(**head):
 
 
 @pytest.mark.parametrize("encoding", ["base64", "quoted-printable", "8bit"])
-def test_an_email_is_decoded(tmp_path, encoding):
+def test_email_is_decoded(tmp_path, encoding):
     message = letter(Subject="Brána", From="Ann <ann@example.org>", To="bob@example.org")
     message.set_content("Brána se otevírá v devět.\n", cte=encoding)
     text = shown(tmp_path, "mail.eml", bytes(message))
@@ -170,7 +170,7 @@ def test_an_email_is_decoded(tmp_path, encoding):
     assert text == head + "Brána se otevírá v devět."
 
 
-def test_attachments_of_an_email_are_named(tmp_path):
+def test_attachments_of_an_email_are_named_in_a_warning(tmp_path):
     message = letter(Subject="Gate")
     message.set_content("At nine.")
     message.add_alternative("<p>At <b>nine</b>.<p style='display:none'>INJECTED", subtype="html")
@@ -181,7 +181,7 @@ def test_attachments_of_an_email_are_named(tmp_path):
     assert line.endswith("it has attachments, which are not read (terms.txt, message/rfc822)")
 
 
-def test_a_saved_page_is_read_as_the_page(tmp_path):
+def test_saved_page_is_read_like_the_page_itself(tmp_path):
     message = letter(Subject="Gate")
     message.set_content("<p>The gate opens at <b>nine</b>.", subtype="html")
     message.add_related(base64.b64decode("R0lGODlhAQ=="), "image", "gif")
@@ -200,7 +200,7 @@ def test_a_saved_page_is_read_as_the_page(tmp_path):
         ({"text/html": ["<script>draw()</script>"], "text/plain": ["Figure"]}, "Figure"),
     ],
 )
-def test_a_notebook_gives_what_its_outputs_show(tmp_path, data, text):
+def test_notebook_gives_the_shown_form_of_its_outputs(tmp_path, data, text):
     cell = {"cell_type": "code", "source": ["show()"], "outputs": [{"data": data}]}
     book = json.dumps({"nbformat": 4, "cells": [cell]})
     assert shown(tmp_path, "book.ipynb", book) == f"show()\n\n{text}"
@@ -209,19 +209,19 @@ def test_a_notebook_gives_what_its_outputs_show(tmp_path, data, text):
 # Encodings.
 
 
-def test_xml_is_read_in_the_encoding_that_it_declares(tmp_path):
+def test_xml_is_read_in_its_declared_encoding(tmp_path):
     data = '<?xml version="1.0" encoding="ISO-8859-2"?>\n<a>Łódź</a>'.encode("iso-8859-2")
     assert shown(tmp_path, "a.xml", data).endswith("<a>Łódź</a>")
 
 
 @pytest.mark.parametrize("encoding", ["iso2022_jp", "iso2022_kr"])
-def test_a_text_in_seven_bits_is_read(tmp_path, encoding):
+def test_seven_bit_text_is_read(tmp_path, encoding):
     text = {"iso2022_jp": "海辺の図書館", "iso2022_kr": "바닷가 도서관"}[encoding]
     text = f"Library: {text}"
     assert shown(tmp_path, "a.txt", text.encode(encoding)) == text
 
 
-def test_escape_sequences_of_json_are_read_as_their_letters(tmp_path):
+def test_escape_sequences_of_json_are_decoded(tmp_path):
     source = r'{"a": "\u0141\u00f3d\u017a \ud83d\ude00", "b": "\\u00e1 \u0022 \n \u0007 \ud83d"}'
     text = shown(tmp_path, "a.json", source)
     assert text == '{"a": "Łódź 😀", "b": "\\\\u00e1 \\u0022 \\n \\u0007 \\ud83d"}'
@@ -256,7 +256,7 @@ def lease(folder):
     return document, folder / "lease.docx"
 
 
-def test_a_word_document_is_read_with_its_lists_tables_and_margins(tmp_path):
+def test_word_document_is_read_with_lists_tables_and_margins(tmp_path):
     _, path = lease(tmp_path)
     text, lines = noted(path)
     assert lines == []
@@ -273,7 +273,7 @@ def test_a_word_document_is_read_with_its_lists_tables_and_margins(tmp_path):
     ]
 
 
-def test_hidden_text_of_a_word_document_is_told_of(tmp_path):
+def test_hidden_text_of_a_word_document_is_reported(tmp_path):
     document, path = lease(tmp_path)
     document.add_paragraph().add_run("secret").font.hidden = True
     document.save(path)
@@ -282,7 +282,7 @@ def test_hidden_text_of_a_word_document_is_told_of(tmp_path):
     ]
 
 
-def test_a_workbook_is_read_sheet_by_sheet(tmp_path):
+def test_workbook_is_read_sheet_by_sheet(tmp_path):
     book = Workbook()
     book.active.title = "Costs"
     for row in (("Name", "May", "June"), ("Rent", 100, None), (None, 5.5, True)):
@@ -307,7 +307,7 @@ def test_slides_are_read_with_their_notes(tmp_path):
     assert words == ["Gate", "Opens", "at", "nine", "Brno", "7", "Notes:", "Say", "hello"]
 
 
-def test_rtf_is_read(tmp_path):
+def test_rtf_document_is_read(tmp_path):
     data = rb"{\rtf1\ansi\ansicpg1250 Br\'e1na se otev\'edr\'e1 v dev\'ect.\par}"
     assert shown(tmp_path, "a.txt", data) == "Brána se otevírá v devět."
 
@@ -325,12 +325,12 @@ def book(folder, chapters):
     return folder / "a.epub"
 
 
-def test_a_book_is_read_chapter_by_chapter(tmp_path):
+def test_book_is_read_chapter_by_chapter(tmp_path):
     path = book(tmp_path, ["<ol><li>Push<li>Turn</ol>", "<p>Ending<p hidden>INJECTED"])
     assert noted(path) == ("1. Push\n 2. Turn\n\nEnding", [])
 
 
-def test_documents_of_a_folder_are_read_with_its_texts(tmp_path):
+def test_folder_is_read_with_its_documents(tmp_path):
     lease(tmp_path)
     book(tmp_path, ["Gate"])
     (tmp_path / "notes.txt").write_text("text")
@@ -341,25 +341,25 @@ def test_documents_of_a_folder_are_read_with_its_texts(tmp_path):
 # What strangers could send.
 
 
-def test_a_document_that_takes_too_long_is_refused_and_the_next_one_is_read(tmp_path, monkeypatch):
+def test_slow_document_is_refused_and_the_next_one_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(document_process, "_SECONDS", 1)
     path = book(tmp_path, ["<p>word" * 200_000] * 20)
-    with pytest.raises(DocumentError, match=r"can be read in 1 seconds and 4\.0 GiB of memory"):
+    with pytest.raises(DocumentError, match=r"cannot be read in 1 seconds and 4\.0 GiB of memory"):
         text_files.read([str(path)])
     monkeypatch.undo()
     assert shown(tmp_path, "page.html", "<p>Next") == "Next"
 
 
-def test_a_document_that_takes_too_much_memory_is_refused(tmp_path, monkeypatch):
+def test_document_that_needs_too_much_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(document_process, "_MOST_MEMORY", 2**28)
     document_process.PROCESS.close()
     path = book(tmp_path, ["A" * 2**27])
-    with pytest.raises(DocumentError, match=r"MemoryError|with which reading ended"):
+    with pytest.raises(DocumentError, match=r"MemoryError|cannot be read in"):
         text_files.read([str(path)])
     document_process.PROCESS.close()
 
 
-def test_a_document_with_more_text_than_there_may_be_is_refused(tmp_path, monkeypatch):
+def test_document_with_too_much_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "_MOST_BYTES", 1000)
     path = book(tmp_path, ["<p>word" * 300])
     with pytest.raises(DocumentError, match=r"expected at most 1000 B of text, .* got more with"):
@@ -367,7 +367,7 @@ def test_a_document_with_more_text_than_there_may_be_is_refused(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["a.docx", "a.odt", "a.epub"])
-def test_entities_that_multiply_are_refused(tmp_path, name):
+def test_xml_entities_that_multiply_are_refused(tmp_path, name):
     entities = "".join(f'<!ENTITY e{n + 1} "{f"&e{n};" * 10}">' for n in range(9))
     page = f'<!DOCTYPE a [<!ENTITY e0 "{"A" * 100}">{entities}]><a>&e9;</a>'
     with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -382,7 +382,7 @@ def test_entities_that_multiply_are_refused(tmp_path, name):
         text_files.read([str(tmp_path / name)])
 
 
-def test_an_answer_that_nobody_waited_for_is_not_the_next_one(tmp_path, monkeypatch):
+def test_answer_after_an_interrupt_is_not_the_previous_documents(tmp_path, monkeypatch):
     asked = document_process._asked
 
     def interrupt(process, question, data):
@@ -397,7 +397,7 @@ def test_an_answer_that_nobody_waited_for_is_not_the_next_one(tmp_path, monkeypa
     assert shown(tmp_path, "next.html", "<p>Next") == "Next"
 
 
-def test_documents_are_read_from_several_threads(tmp_path):
+def test_several_threads_read_documents_together(tmp_path):
     texts = {}
 
     def read(number):

@@ -24,7 +24,7 @@ def text_of(conversation, span):
     return conversation._loaded.tokenizer.decode(conversation._ids[0, slice(*span)])
 
 
-def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(thinks, tmp_path):
+def test_dropped_parts_stay_dropped_in_a_saved_conversation(thinks, tmp_path):
     conversation = said(thinks, POLICY)[0]
     freed = conversation.drop("document")
     assert abs(freed["tokens"] - len(thinks.tokenizer(DOCUMENT).input_ids)) <= 2
@@ -48,7 +48,7 @@ def test_the_document_thinking_and_turns_are_dropped_and_stay_so_in_a_file(think
             conversation.drop(wrong)
 
 
-def test_without_recall_what_cannot_be_dropped_is_refused_and_the_conversation_goes_on(tiny):
+def test_refused_drop_without_recall_keeps_the_conversation_usable(tiny):
     conversation = said(tiny, POLICY, recall="none")[0]
     with pytest.raises(InvalidArgumentError, match=r"turns: .* would then store different"):
         conversation.drop("document")
@@ -57,7 +57,7 @@ def test_without_recall_what_cannot_be_dropped_is_refused_and_the_conversation_g
     whole.drop("document")
 
 
-def test_where_nothing_was_thought_it_is_said_what_was_looked_for(tiny):
+def test_drop_of_absent_thinking_names_the_expected_marks(tiny):
     with pytest.raises(InvalidArgumentError, match="has nothing left of") as refused:
         said(tiny, POLICY)[0].drop("thinking")
     assert all(mark in str(refused.value) for mark in MARKS)
@@ -65,7 +65,7 @@ def test_where_nothing_was_thought_it_is_said_what_was_looked_for(tiny):
 
 @pytest.mark.parametrize("begin", MARKS)
 @pytest.mark.parametrize("ends", [True, False])
-def test_the_thoughts_of_every_family_are_found(tiny, begin, ends):
+def test_thinking_of_every_model_family_is_found(tiny, begin, ends):
     """Whatever tokens its marks are; that one is many, and a character several, changes nothing."""
     behind = "<|start|>assistant" if begin.startswith("<|channel|>") else ""
     thought = f"{begin}No, 你好: at nine.{MARKS[begin] + behind if ends else ''}"

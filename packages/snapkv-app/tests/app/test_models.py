@@ -84,7 +84,7 @@ def tiny_gguf(tmp_path, cache_folder):
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("auto", torch.bfloat16), ("float32", torch.float32)])
-def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf, asked, dtype):
+def test_gguf_file_is_loaded_bit_for_bit(tiny_gguf, asked, dtype):
     path, tensors = tiny_gguf
     loaded = models.load(str(path), device="cpu", dtype=asked)
     layer = loaded.model.model.layers[0]
@@ -106,9 +106,7 @@ def test_a_gguf_file_is_loaded_bit_for_bit(tiny_gguf, asked, dtype):
     assert loaded.tokenizer.chat_template == original.chat_template
 
 
-def test_a_file_is_converted_once_and_again_when_it_or_the_converter_changes(
-    tiny_gguf, cache_folder, monkeypatch
-):
+def test_file_is_converted_again_only_after_a_change(tiny_gguf, cache_folder, monkeypatch):
     path, _ = tiny_gguf
     unpacked = conversion._unpack(path, torch.float32)
     convert = functools.partial(conversion.convert_once, dtype=torch.float32)
@@ -131,7 +129,7 @@ def test_a_file_is_converted_once_and_again_when_it_or_the_converter_changes(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_converting_is_one_line_of_the_command_line_and_no_bar(tiny_gguf, cache_folder, capfd):
+def test_conversion_prints_one_line_and_no_progress_bar(tiny_gguf, cache_folder, capfd):
     path, _ = tiny_gguf
     options = ModelOptions(model=str(path), device="cpu")
     load_model(options)
@@ -142,7 +140,7 @@ def test_converting_is_one_line_of_the_command_line_and_no_bar(tiny_gguf, cache_
     assert "converting" not in capfd.readouterr().err
 
 
-def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder):
+def test_file_without_all_weights_leaves_no_converted_folder(tmp_path, cache_folder):
     path, _ = write_gguf(tmp_path / "tiny.gguf", without=["blk.0.attn_q.weight"])
     for load in (models.load, models.load_settings, models.place_of):
         with pytest.raises(InvalidArgumentError, match=r"without model\.layers\.0\.self_attn\.q_"):
@@ -151,7 +149,7 @@ def test_a_file_without_all_its_weights_leaves_no_folder(tmp_path, cache_folder)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache_folder, monkeypatch, error):
+def test_interrupted_conversion_leaves_no_files(tiny_gguf, cache_folder, monkeypatch, error):
     path, _ = tiny_gguf
 
     def interrupt(*_):
@@ -163,7 +161,7 @@ def test_an_interrupted_conversion_leaves_nothing(tiny_gguf, cache_folder, monke
     assert list(cache_folder.iterdir()) == []
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch):
+def test_cache_folder_follows_the_environment(monkeypatch):
     monkeypatch.delenv("SNAPKV_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert where.cache_folder() == Path("/somewhere/snapkv")
@@ -173,7 +171,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert where.cache_folder() == Path("/mine")
 
 
-def test_special_tokens_are_those_of_the_files_header(demo):
+def test_special_tokens_come_from_the_header_of_the_file(demo):
     """transformers 5.17 takes the one that begins a text for the one that ends it."""
     tokenizer, header = demo.tokenizer, gguf.GGUFReader(model_places.demo_file()).fields
     for name, key in {"eos": "eos", "bos": "bos", "unk": "unknown", "pad": "padding"}.items():
@@ -182,7 +180,7 @@ def test_special_tokens_are_those_of_the_files_header(demo):
     assert tokenizer.eos_token == "<|im_end|>"
 
 
-def test_the_demo_is_the_packaged_model(demo):
+def test_demo_is_the_packaged_model(demo):
     assert demo.max_tokens == 8192
     assert demo.description() == {
         "name": "demo",
@@ -213,7 +211,7 @@ def save_llama(folder):
     return folder / "llama"
 
 
-def test_a_folder_keeps_its_dtype_unless_another_is_asked_for(tmp_path, monkeypatch):
+def test_model_has_the_folders_dtype_unless_another_is_passed(tmp_path, monkeypatch):
     folder = save_llama(tmp_path)
     as_saved = models.load(str(folder), device="cpu")
     assert as_saved.model.dtype == torch.bfloat16
@@ -274,7 +272,7 @@ def other_config(**changes):
 
 
 UNLOADABLE = {
-    "misspelt": (lambda folder: "dmo", ModelNotFoundError, "did you mean demo?"),
+    "misspelt": (lambda folder: "dmo", ModelNotFoundError, "Did you mean demo?"),
     "hub id": (lambda folder: "nobody/nothing", ModelNotFoundError, "got 'nobody/nothing'"),
     "empty": (lambda folder: "", ModelNotFoundError, "got an empty name"),
     "no file": (lambda folder: folder / "no/model.gguf", ModelNotFoundError, "existing file"),
@@ -312,7 +310,7 @@ UNLOADABLE = {
 
 
 @pytest.mark.parametrize("name", UNLOADABLE)
-def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path, name):
+def test_unloadable_model_is_refused_in_one_line(tmp_path, name):
     make, kind, message = UNLOADABLE[name]
     with pytest.raises(SnapKVError) as error:
         models.load(str(make(tmp_path)), device="cpu")

@@ -29,7 +29,7 @@ def logits_behind(model, cache, ids):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LATENT])
-def test_a_cache_of_a_recorded_prompt_goes_on_as_one_that_has_read_it(kind):
+def test_cache_of_a_recorded_prompt_continues_like_one_that_read_it(kind):
     model, prompt, behind = small_model(kind), tokens(60), tokens(1)
     recorded = record_prompt(model, prompt, RECORDER())
     for policy in POLICIES:
@@ -43,7 +43,7 @@ def test_a_cache_of_a_recorded_prompt_goes_on_as_one_that_has_read_it(kind):
 
 
 @pytest.mark.parametrize("policy", [default_policy("40%"), SnapKV("40%", group_reduce="none")])
-def test_tokens_cost_what_they_do_in_the_cache_that_is_filled(policy):
+def test_budget_counts_token_bytes_of_the_filled_cache(policy):
     """Not what they did in the one that was read into."""
     model, prompt = small_model("llama"), tokens(160)
     cache = CompressedCache(model, policy, quantize="K8V4")
@@ -60,6 +60,6 @@ def test_latent_attention_is_not_recorded(kind):
         record_prompt(small_model(kind), tokens(60), RECORDER())
 
 
-def test_a_layer_of_states_beside_tokens_is_not_read_for_several_caches():
+def test_layer_with_both_states_and_tokens_is_refused_for_recording():
     with pytest.raises(UnsupportedModelError, match=r"model: .* got 0 of 3 in \w+\. Read"):
         SharedReading(small_model("hybrid"), tokens(60))

@@ -21,7 +21,7 @@ def _text_of(spans, prompt, tokenizer):
     return [tokenizer.decode(ids[start:stop]) for start, stop in spans]
 
 
-def test_every_occurrence_of_a_text_is_found_by_the_characters_of_its_tokens(demo):
+def test_every_occurrence_of_a_text_is_protected(demo):
     prompt = text_prompt(demo.tokenizer, "a pelican, pelicans and no gull; the Pelican")
     spans = Protection(texts=("pelican",)).spans(prompt, SnapKV(), demo.tokenizer)
     assert len(spans) == 2
@@ -31,7 +31,7 @@ def test_every_occurrence_of_a_text_is_found_by_the_characters_of_its_tokens(dem
     assert _text_of(spans[1:], prompt, demo.tokenizer) == [" no gull"]
 
 
-def test_the_system_message_that_a_template_adds_by_itself_is_found(demo):
+def test_system_message_added_by_the_template_is_found(demo):
     prompt = question_prompt(demo.tokenizer, DOCUMENT, "Which word?")
     spans = Protection(system=True).spans(prompt, SnapKV(), demo.tokenizer)
     (text,) = _text_of(spans, prompt, demo.tokenizer)
@@ -63,7 +63,7 @@ TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_en
     ("before", "message"),
     [("", ""), ("<|endoftext|>", ""), ("Be brief.", "Be brief."), ("user: ", "user: ")],
 )
-def test_a_template_without_system_message_has_none(demo, before, message):
+def test_template_without_a_system_message_protects_none(demo, before, message):
     tokenizer = _Template(demo.tokenizer, before + TURNS)
     prompt = question_prompt(tokenizer, DOCUMENT, "Which word?")
     assert prompt.text[: prompt.system_characters] == message
@@ -73,7 +73,7 @@ def test_a_template_without_system_message_has_none(demo, before, message):
             Protection(system=True).spans(prompt, SnapKV(), tokenizer)
 
 
-def test_what_does_not_fit_by_default_is_left_with_one_line_and_refused_by_name(demo, capsys):
+def test_unprotectable_system_message_warns_or_fails_on_request(demo, capsys):
     prompt = question_prompt(demo.tokenizer, DOCUMENT, "Which word?")
     ratio = SnapKV(keep_ratio=0.02, window_size=8)
     small, moving = "expected", r"StreamingLLM\(budget=100, .* numbers tokens by their place"
@@ -95,7 +95,7 @@ def test_what_does_not_fit_by_default_is_left_with_one_line_and_refused_by_name(
 
 @pytest.mark.parametrize("quantize", [None, "int4"])
 @pytest.mark.parametrize("group_reduce", ["mean", "none"])
-def test_what_fits_by_default_into_bytes_is_what_the_prefill_has_room_for(
+def test_system_message_protected_by_default_fits_budget_in_bytes(
     tiny, capsys, quantize, group_reduce
 ):
     prompt = question_prompt(tiny.tokenizer, DOCUMENT, "Which word?")
@@ -126,7 +126,7 @@ def test_what_fits_by_default_into_bytes_is_what_the_prefill_has_room_for(
         ),
     ],
 )
-def test_what_was_asked_for_and_has_no_room_is_all_that_is_said(
+def test_requested_protection_that_does_not_fit_is_the_only_message(
     tiny, capsys, asked, policy, message
 ):
     prompt = question_prompt(tiny.tokenizer, DOCUMENT, "Which word?")
@@ -135,7 +135,7 @@ def test_what_was_asked_for_and_has_no_room_is_all_that_is_said(
     assert capsys.readouterr().err == ""
 
 
-def test_texts_that_cannot_be_found_are_refused(demo):
+def test_protected_text_missing_from_the_prompt_is_refused(demo):
     prompt = Prompt(text=DOCUMENT)
     with pytest.raises(InvalidArgumentError, match=r"the prompt does not contain 'g\.te'"):
         Protection(texts=("g.te",)).spans(prompt, SnapKV(), demo.tokenizer)
@@ -151,7 +151,7 @@ def test_texts_that_cannot_be_found_are_refused(demo):
         Protection(texts=("gate",)).spans(prompt, SnapKV(), Slow())
 
 
-def test_an_answer_says_what_was_protected(tiny):
+def test_answer_reports_the_protected_texts(tiny):
     prompt = question_prompt(tiny.tokenizer, DOCUMENT, "Which word?")
     protection = Protection(texts=("pelican",), system=None)
     policy = SnapKV(budget=64, window_size=8)
@@ -162,7 +162,7 @@ def test_an_answer_says_what_was_protected(tiny):
 
 
 @pytest.mark.parametrize("recall", ["host", "none"])
-def test_a_conversation_keeps_what_is_protected_through_its_turns(tiny, recall, tmp_path):
+def test_conversation_keeps_protected_texts_through_its_turns(tiny, recall, tmp_path):
     protection = Protection(texts=("pelican",), system=None)
     policy = SnapKV(budget=64, window_size=8)
     talk = Conversation(tiny, policy, FEW, document=DOCUMENT, recall=recall, protection=protection)

@@ -6,7 +6,7 @@ from tests.app import real_documents
 
 
 @pytest.mark.network
-def test_every_real_file_has_its_words(tmp_path):
+def test_every_real_document_is_read_with_its_words(tmp_path):
     absent, kinds = [], set()
     for package, path, words, text, _, _ in real_documents.readings(tmp_path):
         kinds.add(path.suffix)

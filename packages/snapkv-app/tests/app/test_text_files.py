@@ -62,13 +62,13 @@ def text_of(path):
     "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"]
 )
 @pytest.mark.parametrize("name", ["notes.txt", "main.py", "no_suffix"])
-def test_text_is_read_as_it_is_in_any_unicode_encoding(tmp_path, name, encoding):
+def test_text_is_read_unchanged_in_any_unicode_encoding(tmp_path, name, encoding):
     path = tmp_path / name
     path.write_bytes("# Zoë\r\n\n    owes *12 €*\rand\n".encode(encoding))
     assert text_of(path) == "# Zoë\n\n    owes *12 €*\nand"
 
 
-def test_html_gives_what_a_browser_shows(tmp_path):
+def test_html_gives_the_text_that_a_browser_shows(tmp_path):
     path = tmp_path / "page.html"
     path.write_text(
         "<html><head><title>News</title><style>p {}</style><script>alert(1)</script></head><body>"
@@ -91,9 +91,7 @@ def test_html_gives_what_a_browser_shows(tmp_path):
         ("euc-kr", "cp949", "똠"),
     ],
 )
-def test_a_page_is_in_the_encoding_that_browsers_take_what_it_declares_for(
-    tmp_path, declared, encoding, text
-):
+def test_page_is_decoded_as_browsers_decode_it(tmp_path, declared, encoding, text):
     path = tmp_path / "page.html"
     path.write_bytes(f'<meta charset="{declared}"><p>{text}</p>'.encode(encoding))
     assert text_of(path) == text
@@ -107,7 +105,7 @@ def test_a_page_is_in_the_encoding_that_browsers_take_what_it_declares_for(
     ],
     ids=["open", "spaces"],
 )
-def test_html_takes_time_in_proportion_to_its_length(tmp_path, markup, text):
+def test_html_is_read_in_linear_time(tmp_path, markup, text):
     """Of either it took minutes: a second here, or a few where others are at work."""
     path, began = tmp_path / "page.html", time.process_time()
     path.write_text(f"<html>{markup}</html>")
@@ -122,7 +120,7 @@ def test_pdf_gives_the_text_of_every_page(tmp_path, name):
     assert text_of(path) == "First page.\n\nSecond page."
 
 
-def test_a_notebook_gives_its_cells_and_the_text_that_they_put_out(tmp_path):
+def test_notebook_gives_its_cells_and_their_outputs(tmp_path):
     drawn = {"image/png": "iVBOR", "text/plain": ["<Figure>"]}
     outputs = [
         {"name": "stdout", "text": ["3\n", "4\n"]},
@@ -139,7 +137,7 @@ def test_a_notebook_gives_its_cells_and_the_text_that_they_put_out(tmp_path):
     assert document.text == "# Tides\nin fathoms\n\ntides()\n\n3\n4\n\n<Figure>\n\nKeyError: 7"
 
 
-def test_standard_input(monkeypatch):
+def test_dash_reads_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"piped text\n")))
     assert text_files.read(["-"]) == [Text(name="standard input", text="piped text")]
 
@@ -170,7 +168,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize(("kept", "skipped", "other"), FOLDERS.values(), ids=FOLDERS)
-def test_a_folder_gives_its_text_files_in_order_without(tmp_path, kept, skipped, other):
+def test_folder_gives_its_text_files_in_order(tmp_path, kept, skipped, other):
     for name in kept + skipped:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +192,7 @@ def write_unreadable(folder):
     return ["blank.html", "broken.pdf", "old.txt", "scan.pdf"]
 
 
-def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
+def test_unreadable_files_of_a_folder_are_skipped(tmp_path, capsys):
     names = write_unreadable(tmp_path)
     (tmp_path / "notes.txt").write_text("text")
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
@@ -211,9 +209,7 @@ def test_a_folder_is_read_without_what_cannot_be(tmp_path, capsys):
     assert "got byte 0xeb at offset 2" in lines[3]
 
 
-def test_a_file_that_may_not_be_read_is_refused_or_left_out_of_its_folder(
-    tmp_path, monkeypatch, capsys
-):
+def test_file_without_permission_is_refused_or_skipped_in_a_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_text("text")
     opened = Path.open
@@ -250,11 +246,11 @@ def misspelt(folder):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: folder / "report.txt", "did you mean reports.txt?"),
-        (lambda folder: folder / "missing", "; see ls "),
-        (lambda folder: folder / "nowhere" / "report.txt", "there is no folder"),
+        (lambda folder: folder / "report.txt", "Did you mean reports.txt?"),
+        (lambda folder: folder / "missing", ". See ls "),
+        (lambda folder: folder / "nowhere" / "report.txt", "There is no folder"),
         (lambda folder: "https://example.com/a.txt", "address 'https://example.com/a.txt', which"),
-        (misspelt, r"did you mean li\nes.txt?"),
+        (misspelt, r"Did you mean li\nes.txt?"),
         (lambda folder: "", "got an empty name"),
         (lambda folder: "/dev/null", "got the device /dev/null"),
         (bad_file("empty.txt", b""), "got nothing"),
@@ -273,10 +269,10 @@ def misspelt(folder):
         (lambda folder: write_pdf(folder / "none.pdf", []), "expected a complete document"),
         (blank_pdf, "blank.pdf with 2 blank pages. Download"),
         (lambda folder: write_pdf(folder / "locked.pdf", ["no"], "sesame"), "got the encrypted"),
-        (bad_file("old.ipynb", b'{"worksheets": []}'), "with cells, as format 4 has them"),
+        (bad_file("old.ipynb", b'{"worksheets": []}'), "a Jupyter notebook in format 4"),
         (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "Export it with jupyter"),
         (empty_folder, "expected a folder with text files"),
-        (unreadable_folder, "and can be read (4 cannot: expected text, got nothing in"),
+        (unreadable_folder, "or cannot be read (4 of them: expected text, got nothing in"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, make, message):
@@ -336,7 +332,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", ["it's.txt", "a.bin"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_is_not_text_is_named_by_what_it_is(tmp_path, monkeypatch, kind, name):
+def test_binary_file_is_refused_with_its_kind(tmp_path, monkeypatch, kind, name):
     made = KINDS[kind]
     data = made(tmp_path) if callable(made) else made
     path = bad_file(name, data)(tmp_path)
@@ -355,7 +351,7 @@ def test_a_file_that_is_not_text_is_named_by_what_it_is(tmp_path, monkeypatch, k
 @pytest.mark.parametrize(
     "text", ["BZhang writes.", "PK\3\4", "GIF89a is a format.", "MZ", "ID3 tags", "PAR1", "BM"]
 )
-def test_a_text_that_begins_as_another_kind_of_file_does_is_read(tmp_path, text):
+def test_text_that_begins_like_another_kind_of_file_is_read(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     assert text_of(tmp_path / "a.txt") == text
 
@@ -369,7 +365,7 @@ def test_a_text_that_begins_as_another_kind_of_file_does_is_read(tmp_path, text)
         ("海辺の図書館", "shift_jis"),
     ],
 )
-def test_a_text_in_an_old_encoding_is_refused_with_what_converts_it(tmp_path, text, encoding):
+def test_text_in_an_old_encoding_is_refused_with_a_command(tmp_path, text, encoding):
     path = bad_file("old.txt", f"plain\n{text}\n".encode(encoding))(tmp_path)
     with pytest.raises(DocumentError, match=f"iconv -f .*{encoding.upper()}.* -t UTF-8"):
         text_files.read([str(path)])
@@ -387,7 +383,7 @@ def test_a_text_in_an_old_encoding_is_refused_with_what_converts_it(tmp_path, te
     ],
 )
 @pytest.mark.parametrize("source", ["file", "pipe", "folder"])
-def test_a_text_without_end_is_read_up_to_a_bound(tmp_path, monkeypatch, source, content, said):
+def test_endless_text_is_read_up_to_a_limit(tmp_path, monkeypatch, source, content, said):
     monkeypatch.setattr(text_files, "_MOST_BYTES", 1024)
     endless = io.BytesIO(content * 1000)
     name = tmp_path / "big.txt"
@@ -401,7 +397,7 @@ def test_a_text_without_end_is_read_up_to_a_bound(tmp_path, monkeypatch, source,
     assert endless.tell() <= 1025
 
 
-def test_the_texts_of_a_folder_are_bounded_together_and_a_pdf_by_its_text(tmp_path, monkeypatch):
+def test_limit_counts_all_texts_of_a_folder_and_the_text_of_a_pdf(tmp_path, monkeypatch):
     path = write_pdf(tmp_path / "large.pdf", ["First page."])
     monkeypatch.setattr(text_files, "_MOST_BYTES", 40)
     assert text_of(path) == "First page."
@@ -420,7 +416,7 @@ def test_bad_lists_of_sources_are_refused(sources):
 @pytest.mark.parametrize(
     ("name", "package"), [("a.pdf", "pypdfium2"), ("a.html", "inscriptis"), ("a.rtf", "xberg")]
 )
-def test_a_missing_reader_is_named_with_its_remedy(tmp_path, monkeypatch, name, package):
+def test_missing_reader_package_is_named_with_its_remedy(tmp_path, monkeypatch, name, package):
     (tmp_path / name).write_text("{\\rtf1 text}" if name == "a.rtf" else "text")
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name={package!r})")
     monkeypatch.syspath_prepend(tmp_path)
@@ -449,7 +445,7 @@ def revised_pdf(folder):
     return folder / "revised.pdf", len(first)
 
 
-def test_a_pdf_that_is_cut_off_is_refused_or_said_to_be(tmp_path):
+def test_truncated_pdf_is_refused_or_reported(tmp_path):
     """PDFium reads an earlier revision of a file that was cut off, without a word.
 
     Cut exactly where the earlier one ends, the file is that one.
@@ -498,14 +494,14 @@ def damaged(change):
     ],
     ids=["wrong start", "cut off"],
 )
-def test_a_pdf_that_had_to_be_repaired_is_said_to_be(tmp_path, make, reason):
+def test_repaired_pdf_is_reported(tmp_path, make, reason):
     path = make(tmp_path)
     text, (line,) = noted(path)
     assert text == "First page.\n\nSecond page."
     assert line.startswith(f"partly read: {path}: {reason}")
 
 
-def test_pages_that_show_something_without_text_are_counted_and_empty_ones_lack_nothing(tmp_path):
+def test_only_pages_that_show_something_without_text_are_reported(tmp_path):
     writer = PdfWriter(write_pdf(tmp_path / "notes.pdf", ["First page."]))
     writer.add_blank_page(width=300, height=300)
     writer.write(tmp_path / "with-blank.pdf")
@@ -525,7 +521,7 @@ def test_pages_that_show_something_without_text_are_counted_and_empty_ones_lack_
         ("<HTML><p>Text<script>var x = 1;", False),
     ],
 )
-def test_html_without_its_end_is_said_to_be(tmp_path, page, whole):
+def test_truncated_html_is_reported(tmp_path, page, whole):
     path = tmp_path / "page.html"
     path.write_text(page)
     text, lines = noted(path)
@@ -535,7 +531,7 @@ def test_html_without_its_end_is_said_to_be(tmp_path, page, whole):
     )
 
 
-def test_every_notice_is_given_once_and_by_file(tmp_path, capsys, monkeypatch):
+def test_every_notice_is_given_one_time_and_names_its_file(tmp_path, capsys, monkeypatch):
     path, _ = revised_pdf(tmp_path)
     path.write_bytes(path.read_bytes()[:-9])
     (tmp_path / "old.txt").write_bytes("Zoë".encode("latin-1"))
@@ -550,7 +546,7 @@ def test_every_notice_is_given_once_and_by_file(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.splitlines() == lines
 
 
-def test_cells_of_a_minified_table_stay_apart(tmp_path):
+def test_cells_of_a_minified_table_stay_separate(tmp_path):
     path = tmp_path / "page.html"
     path.write_text(
         "<table><tr><th>Day</th><td>Closes</td></tr><tr><td>Saturday</td><td>15:45</td></tr></table>"

@@ -40,7 +40,7 @@ def made():
 
 
 @pytest.mark.parametrize("width", [320, 390])
-def test_on_a_phone_nothing_scrolls_sideways(opened, emulated, width):
+def test_page_never_scrolls_sideways_on_a_phone(opened, emulated, width):
     emulated(width=width)
     data = made().data()
     data["full"] = "word " * 60 + "x" * 300
@@ -56,7 +56,7 @@ def test_on_a_phone_nothing_scrolls_sideways(opened, emulated, width):
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_text_stands_out_from_what_is_behind_it(opened, emulated, theme):
+def test_every_text_contrasts_with_its_background(opened, emulated, theme):
     emulated(theme=theme)
     seen = opened(made())
     seen.slide(0)
@@ -71,7 +71,7 @@ def test_every_text_stands_out_from_what_is_behind_it(opened, emulated, theme):
     assert len(seen.run(CONTRAST)) == (theme == "light"), "the test sees what does not"
 
 
-def test_the_focus_is_seen_and_follows_the_page(opened):
+def test_focus_is_visible_and_follows_the_page(opened):
     seen = opened(made())
     tops, reached = [], []
     for _ in range(30):
@@ -97,7 +97,7 @@ def test_the_focus_is_seen_and_follows_the_page(opened):
         assert wanted in reached, reached
 
 
-def test_what_changes_is_said_and_everything_has_a_name(opened):
+def test_changes_are_announced_and_every_element_has_a_name(opened):
     seen = opened(made())
     for selector in ("h1", "#status", "#found"):
         assert seen.one(selector).get_attribute("aria-live") == "polite"

@@ -51,7 +51,9 @@ def test_lists_of_amounts_are_parsed():
 
 NO_NUMBER = "max_new_tokens: expected a whole number such as 4096, 4k or 1.5k, got "
 NO_MEMORY = "gpu_memory: expected bytes with a unit, such as 80GB or 24GiB, got "
-NO_KERNEL = "kernel_size: expected a width such as 7, or positions before and after, 0.12, got "
+NO_KERNEL = (
+    "kernel_size: expected a width such as 7, or positions before and after such as 0.12, got "
+)
 UNREAD = (
     (whole_number, NO_NUMBER, ("128kb", "1.3k", "12.7", "many", "", "4kib", "3g", "1e3", "k")),
     (memory, NO_MEMORY, ("80", "much", "", "80Gi", "1,5GB", "GB", "80 XB", "8ib")),
@@ -63,7 +65,7 @@ UNREAD = (
     ("read", "said", "text"), [(read, said, text) for read, said, texts in UNREAD for text in texts]
 )
 def test_wrong_amount_is_refused_with_an_example_that_works(read, said, text):
-    with pytest.raises(InvalidArgumentError, match=rf"^{said}.*\. Write for instance ") as raised:
+    with pytest.raises(InvalidArgumentError, match=rf"^{said}.*\. For example, use ") as raised:
         read(text)
     *_, option, example = str(raised.value).rstrip(".").split()
     assert option == f"--{said.partition(':')[0].replace('_', '-')}"
@@ -73,11 +75,11 @@ def test_wrong_amount_is_refused_with_an_example_that_works(read, said, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("all", "or auto, got 'all'. Write for instance --budget 4k, or --policy full"),
+        ("all", "or auto, got 'all'. For example, use --budget 4k, or --policy full"),
         ("-4", "expected at least 1, got -4"),
-        ("120%", "expected a share in (0, 100 %] or a number of bytes, got '120%'. Pass"),
+        ("120%", "expected a percentage in (0, 100] or a positive number of bytes"),
         ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
-        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'. Write for instance --budget auto:lost"),
+        ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'. For example, use --budget auto:lost"),
         ("auto:most=4.5", "least or most, got 'most=4.5'"),
     ],
 )

@@ -72,7 +72,7 @@ def test_error_ends_the_turn_and_not_the_conversation(chat, tmp_path):
     assert len(done.out.splitlines()) == 1
     unknown, unnamed, missing, folder, known = done.err.splitlines()
     assert "command: expected one of /stats" in unknown
-    assert "Write /save" in unknown
+    assert "Did you mean /save" in unknown
     assert "path: expected the name of a file" in unnamed
     assert "got no file at" in missing
     assert missing.endswith("Save one with /save FILE.")

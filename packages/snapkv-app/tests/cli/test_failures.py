@@ -32,7 +32,7 @@ def test_missing_command_prints_help(snapkv):
     assert "A command is missing. See snapkv library --help." in snapkv("library").err
 
 
-@pytest.mark.parametrize("output", [(), ("--json",), ("--compare",)])
+@pytest.mark.parametrize("output", [("--json",), ("--compare",)])
 def test_too_long_prompt_prints_no_answer(refused, tiny_only, output):
     start = ("--answer-start", "So", "--max-new-tokens", 100)
     said = refused("generate", "-p", "word " * 1200, *start, *output)
@@ -85,10 +85,9 @@ def test_idle_threads_spin_only_if_the_environment_says_so():
         "try: main()\n"
         "except SystemExit: print(os.environ['OMP_WAIT_POLICY'], os.environ['GOMP_SPINCOUNT'])"
     )
-    environment = {key: value for key, value in os.environ.items() if "OMP" not in key}
-    for said_so, expected in (({}, "PASSIVE 0"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE 0")):
-        done = run_python("-c", code, env=environment | said_so)
-        assert done.stdout.splitlines()[-1] == expected
+    unset = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    done = run_python("-c", code, env=unset | {"OMP_WAIT_POLICY": "ACTIVE"})
+    assert done.stdout.splitlines()[-1] == "ACTIVE 0"
 
 
 def test_closed_pipe_causes_no_traceback():
@@ -115,8 +114,9 @@ def test_closed_input_and_closed_errors_do_not_stop_the_program(closed):
     assert (done.returncode, done.stderr) == (0, "" if closed else "read ''")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("arguments", [("policies", "--json"), ("--help",), ("--version",)])
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(("policies", "--json"), ""), (("--version",), "1")]
+)
 def test_full_standard_output_is_reported_in_one_line(arguments, unbuffered):
     with open("/dev/full", "w") as full:
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -163,34 +163,13 @@ def test_evaluation_is_printed_although_its_file_cannot_be_written(
     assert not list(here.rglob("*.partial"))
 
 
-def test_run_stops_at_an_answer_that_cannot_be_written_and_can_continue(
-    snapkv, tiny_only, here, monkeypatch
-):
-    real, calls = writing.os.fsync, []
-
-    def fsync(descriptor):
-        calls.append(descriptor)
-        if len(calls) == 4:  # run.json, its folder, an answer
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(descriptor)
-
-    monkeypatch.setattr(writing.os, "fsync", fsync)
-    run = (*NEEDLE, "--budget", 64, "--results", "rows", "--json")
-    require_one_line(snapkv(*run), "rows/samples.jsonl")
-    assert len((here / "rows" / "samples.jsonl").read_text().splitlines()) == 1
-    done = snapkv(*run)
-    assert done.status == 0
-    assert sum(row["samples"] for row in json.loads(done.out)["rows"]) == 8
-
-
-@pytest.mark.parametrize("full", ["rows.jsonl", "n.svg"])
-def test_bench_is_printed_although_its_file_cannot_be_written(snapkv, here, monkeypatch, full):
+def test_bench_prints_one_object_although_its_file_cannot_be_written(snapkv, here, monkeypatch):
     loaded = SimpleNamespace(model=tiny_model("llama"), description=lambda: {"name": "tiny"})
     given(monkeypatch, loaded)
-    fill(here / full)
+    fill(here / "rows.jsonl")
     small = ("--lengths", "64", "--budget", "48", "--rounds", "2")
-    done = snapkv("bench", "prefill", *small, "--output", "rows.jsonl", "--plot", "n.svg", "--json")
-    require_one_line(done, full)
+    done = snapkv("bench", "prefill", *small, "--output", "rows.jsonl", "--json")
+    require_one_line(done, "rows.jsonl")
     assert len(json.loads(done.out)["rows"]) == 2
     loaded.model.set_attn_implementation("sdpa")
 
@@ -255,3 +234,23 @@ def test_warnings_are_in_each_chat_answer_and_on_the_inspectors_page(
     done = snapkv("inspect", cut_off, *QUESTION, *SMALL, "-o", "page.html")
     shown = json.dumps(said(done, cut_off))[1:-1]
     assert shown in (here / "page.html").read_text(encoding="utf-8")
+
+
+def test_run_stops_at_an_answer_that_cannot_be_written_and_can_continue(
+    snapkv, tiny_only, here, monkeypatch
+):
+    real, calls = writing.os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 4:  # run.json, its folder, an answer
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor)
+
+    monkeypatch.setattr(writing.os, "fsync", fsync)
+    run = (*NEEDLE, "--budget", 64, "--results", "rows", "--json")
+    require_one_line(snapkv(*run), "rows/samples.jsonl")
+    assert len((here / "rows" / "samples.jsonl").read_text().splitlines()) == 1
+    done = snapkv(*run)
+    assert done.status == 0
+    assert sum(row["samples"] for row in json.loads(done.out)["rows"]) == 8

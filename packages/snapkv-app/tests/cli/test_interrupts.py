@@ -42,11 +42,9 @@ def start(arguments, folder, *, how=("-m", "snapkv_app"), start_new_session=Fals
     ("how", "library", "arguments", "line"),
     [
         (("-m", "snapkv_app"), "typer", ("generate", "-p", "x"), LINE),
-        (("-c", SCRIPT), "torch", ("generate", "-p", "x"), LINE),
-        (("-m", "snapkv_app"), "torch", EVAL, CONTINUES),
-        (("-c", SCRIPT), "transformers", ("study", "hit-rate"), CONTINUES),
+        (("-c", SCRIPT), "torch", EVAL, CONTINUES),
     ],
-    ids=["typer", "script torch", "torch", "script transformers"],
+    ids=["typer", "script torch"],
 )
 def test_interrupt_during_an_import_prints_one_line(tmp_path, how, library, arguments, line):
     """Whatever it makes of the interruption itself."""
@@ -58,7 +56,7 @@ def test_interrupt_during_an_import_prints_one_line(tmp_path, how, library, argu
     assert (process.returncode, out, errors) == (130, "", line)
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.3, 1, 3])
+@pytest.mark.parametrize("seconds", [0.3, 2])
 def test_interrupt_at_any_moment_prints_one_line(tmp_path, seconds):
     process = start(EVAL, tmp_path)
     time.sleep(seconds)

@@ -99,8 +99,8 @@ def test_answer_names_its_sources(snapkv, added):
     assert (record["recompute"], record["warnings"]) == (0.2, [])
 
 
-@pytest.mark.parametrize("question", ["What does the bank lend?", "Roses, the bank, the lease?"])
-def test_recomputing_all_tokens_equals_reading_in_full(snapkv, added, question):
+def test_recomputing_all_tokens_equals_reading_in_full(snapkv, added):
+    question = "Roses, the bank, the lease?"
     ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 8)
     whole = ("--policy", "full", "--recompute", 1)
     done = snapkv(*ask, *whole, "--check", 8)
@@ -159,7 +159,7 @@ def aged(request, snapkv, tiny_only, here, monkeypatch):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("more", [(), ("--json",), ("--compare",), ("--check", 1)], ids=str)
+@pytest.mark.parametrize("more", [("--json",), ("--compare",)], ids=str)
 def test_changed_file_is_refused_before_the_answer(refused, added, nothing_is_loaded, more, change):
     make, said = CHANGES[change]
     make(added / "papers/loan.txt")
@@ -194,8 +194,7 @@ def test_allow_changed_accepts_a_changed_file(snapkv, added, change):
     assert f"warning: {warning}\n" in shown.err
 
 
-@pytest.mark.parametrize("folder", [".", "papers"])
-@pytest.mark.parametrize("name", ["loan.txt", "it's a loan.txt", "-loan.txt"])
+@pytest.mark.parametrize(("name", "folder"), [("it's a loan.txt", "."), ("-loan.txt", "papers")])
 def test_suggested_command_reads_the_changed_file_again(
     snapkv, refused, tiny_only, here, monkeypatch, name, folder
 ):
@@ -222,10 +221,9 @@ COMMANDS = (
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("end", [KeyboardInterrupt, MemoryError])
 def test_library_interrupted_at_its_first_document_says_how_to_continue(
-    snapkv, refused, tiny_only, here, monkeypatch, command, end
+    snapkv, refused, tiny_only, here, monkeypatch, end
 ):
     meanwhile = []
 
@@ -241,9 +239,10 @@ def test_library_interrupted_at_its_first_document_says_how_to_continue(
     )
     monkeypatch.undo()
     monkeypatch.chdir(here)
-    said = refused(*command)
-    assert "library: no document of the folder 'lib' was read to its end" in said
-    assert "Run the same snapkv library add again, or delete the folder" in said
+    for command in COMMANDS:
+        said = refused(*command)
+        assert "library: no document of the folder 'lib' was read to its end" in said
+        assert "Run the same snapkv library add again, or delete the folder" in said
 
 
 def test_document_from_a_pipe_is_not_compared_with_a_file(snapkv, tiny_only, here):
@@ -286,26 +285,19 @@ def test_question_without_a_known_word_is_refused_with_a_remedy(refused, added, 
 @pytest.mark.parametrize(
     "options",
     [
-        ("--policy", "kvzip", "--keep-ratio", 0.5),
         ("--policy", "adakv", "--set", "policy=kvzip", "--keep-ratio", 0.5, "--bits", "int8"),
         ("--policy", "snapkv", "--budget", 48, "--window-size", 8),
     ],
-    ids=" ".join(["{}"]).format,
+    ids=["adakv", "snapkv"],
 )
 def test_documents_are_compressed_as_the_options_say(snapkv, refused, tiny_only, here, options):
-    done = snapkv("library", "add", "papers", "--to", "lib", *options)
+    add = ("library", "add", "papers", "--to", "lib")
+    done = snapkv(*add, *options)
     assert done.status == 0, done.err
     assert ("warning: policy: snapkv keeps the tokens that" in done.err) == ("snapkv" in options)
-    assert snapkv("library", "add", "papers", "--to", "lib", *options).out.count("skipped") == 3
-    assert snapkv("library", "add", "papers", "--to", "lib").out.count("skipped") == 3
-    for recompute in (0, 1):
-        asked = snapkv(
-            *("ask", "--library", "lib", "-q", "What does the bank lend in May?"),
-            *("--max-new-tokens", 3, "--recompute", recompute),
-        )
-        assert asked.status == 0, asked.err
-    other = ("--policy", "kvzip", "--keep-ratio", 0.9)
-    said = refused("library", "add", "papers", "--to", "lib", *other)
+    assert snapkv(*add, *options).out.count("skipped") == 3
+    assert ("int8" in snapkv("library", "list", "lib").out) == ("--bits" in options)
+    said = refused(*add, "--policy", "kvzip", "--keep-ratio", 0.9)
     assert "policy: this library's documents were read with " in said
     assert "got kvzip(keep_ratio=0.9" in said
     assert "Leave it out, or add the documents to another library" in said
@@ -334,19 +326,12 @@ def test_budget_in_bytes_quantizes_uncompressed_documents(snapkv, added):
     assert coded["held_bytes"] <= exact["held_bytes"] <= exact["full_bytes"] / 2
 
 
-def test_damaged_file_is_named_not_used_and_read_again(snapkv, added):
+def test_damaged_file_is_named_with_status_1(snapkv, added):
     file = sorted((added / "lib/caches").iterdir())[0]
     file.write_bytes(file.read_bytes()[:-9])
     checked = snapkv("library", "check", "lib")
     assert checked.status == 1
     assert str(file.relative_to(added)) in checked.out
-    record = json.loads(snapkv("library", "check", "lib", "--json").out)
-    assert [each["path"] for each in record["damaged"]] == [str(file.relative_to(added))]
-    question = "Tomatoes, the bank, the lease?"
-    ask = ("ask", "--library", "lib", "-q", question, "--max-new-tokens", 2)
-    assert "is read again, because its cache is damaged" in snapkv(*ask).err
-    assert "damaged" not in snapkv(*ask).err
-    assert snapkv("library", "check", "lib").status == 0
 
 
 def test_name_that_is_not_utf8_is_recognised_kept_and_removed(snapkv, tiny_only, here):
@@ -366,7 +351,7 @@ def test_remove_accepts_names_and_refuses_unknown_ones(snapkv, refused, added):
     done = snapkv("library", "remove", "lib", "papers/loan.txt", added / "papers/lease.txt")
     assert done.out == "removed: papers/loan.txt\nremoved: papers/lease.txt\n"
     said = refused("library", "remove", "lib", "papers/garten.txt")
-    assert "did you mean papers/garden.txt?" in said
+    assert "Did you mean papers/garden.txt?" in said
     said = refused("library", "remove", "lib", "nowhere")
     assert "name: the library has no document 'nowhere'. See snapkv library list" in said
     assert (added / "papers/loan.txt").exists()
@@ -381,15 +366,6 @@ def test_method_that_reads_twice_is_refused_for_questions(refused, added):
     assert "Compress the documents by it when they are added" in said
 
 
-def test_other_model_is_refused_with_both_names(refused, added, demo, monkeypatch):
-    monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **_: demo)
-    for command in (("library", "add", "papers", "--to", "lib"), ("ask", "--library", "lib")):
-        question = ("-q", "bank") if command[0] == "ask" else ()
-        said = refused(*command, *question, "--model", "demo")
-        assert "model: tiny (LlamaForCausalLM, float32) has read this library's documents" in said
-        assert "got demo (LlamaForCausalLM, float32)" in said or command[0] == "ask"
-
-
 def test_model_and_dtype_of_the_library_are_the_defaults(snapkv, added, tiny_only):
     tiny_only.clear()
     asked = ("ask", "--library", "lib", "-q", "bank", "--max-new-tokens", 1)
@@ -397,6 +373,26 @@ def test_model_and_dtype_of_the_library_are_the_defaults(snapkv, added, tiny_onl
     snapkv(*asked, "--model", "other")
     assert [call["name"] for call in tiny_only] == ["tiny", "other"]
     assert {call["dtype"] for call in tiny_only} == {"float32"}
+
+
+def test_limit_and_evicted_documents_are_printed(snapkv, refused, added):
+    listed = json.loads(snapkv("library", "list", "lib", "--json").out)
+    sizes = {row["name"]: row["bytes"] for row in listed["documents"]}
+    snapkv("ask", "--library", "lib", "-q", "roses", "--documents", 1, "--max-new-tokens", 1)
+    bound = f"{max(sizes.values())}B"
+    said = refused("library", "limit", "lib", bound)
+    assert "would evict 2 of 3 documents. Pass evict=True (--evict)" in said
+    done = snapkv("library", "limit", "lib", bound, "--evict")
+    assert done.out == "evicted: papers/lease.txt\nevicted: papers/loan.txt\n"
+    assert "; at most " in snapkv("library", "list", "lib").out
+    (added / "papers/new.txt").write_text("Something new.")
+    done = snapkv("library", "add", "papers/new.txt", "--to", "lib")
+    assert done.status == 1
+    assert "max_bytes: the limit is 8.5 KiB, but the last used document and" in done.err
+    assert snapkv("library", "limit", "lib", "none").status == 0
+    assert snapkv("library", "add", "papers", "--to", "lib").out.count("read") >= 3
+    wrong = refused("library", "limit", "lib", "12")
+    assert "For example, use snapkv library limit lib 80GB" in wrong
 
 
 def test_full_disk_is_reported_in_one_line_and_earlier_documents_stay(
@@ -420,23 +416,3 @@ def test_full_disk_is_reported_in_one_line_and_earlier_documents_stay(
     again = snapkv("library", "add", "papers", "--to", "lib")
     assert (again.out.count("skipped"), again.out.count("read")) == (2, 1)
     assert not [path for path in (here / "lib").rglob("*.partial")]
-
-
-def test_limit_and_evicted_documents_are_printed(snapkv, refused, added):
-    listed = json.loads(snapkv("library", "list", "lib", "--json").out)
-    sizes = {row["name"]: row["bytes"] for row in listed["documents"]}
-    snapkv("ask", "--library", "lib", "-q", "roses", "--documents", 1, "--max-new-tokens", 1)
-    bound = f"{max(sizes.values())}B"
-    said = refused("library", "limit", "lib", bound)
-    assert "would evict 2 of 3 documents. Pass evict=True (--evict)" in said
-    done = snapkv("library", "limit", "lib", bound, "--evict")
-    assert done.out == "evicted: papers/lease.txt\nevicted: papers/loan.txt\n"
-    assert "; at most " in snapkv("library", "list", "lib").out
-    (added / "papers/new.txt").write_text("Something new.")
-    done = snapkv("library", "add", "papers/new.txt", "--to", "lib")
-    assert done.status == 1
-    assert "max_bytes: the limit is 8.5 KiB, but the last used document and" in done.err
-    assert snapkv("library", "limit", "lib", "none").status == 0
-    assert snapkv("library", "add", "papers", "--to", "lib").out.count("read") >= 3
-    wrong = refused("library", "limit", "lib", "12")
-    assert "Write for instance snapkv library limit lib 80GB" in wrong

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections import defaultdict
+from functools import cached_property
 from types import CodeType, FunctionType
 
 import pytest
@@ -65,9 +66,9 @@ def test_option_has_the_same_type_in_all_commands():
 def test_missing_argument_is_reported_with_an_example(refused):
     needy = [each for each in COMMANDS.values() if any(option.required for option in each.options)]
     for command in needy:
-        assert refused(*command.words).endswith(f". Write for instance {command.examples[0]}.\n")
+        assert refused(*command.words).endswith(f". For example, run {command.examples[0]}.\n")
     for words in (("ask", "-q", "Why?"), ("generate",)):
-        assert f"for instance {COMMANDS[words[0]].examples[0]}" in refused(*words)
+        assert f"For example, run {COMMANDS[words[0]].examples[0]}" in refused(*words)
 
 
 def test_help_shows_the_default_budget(snapkv):
@@ -201,7 +202,9 @@ def written(kind):
 
 def parts(found):
     """What a name of the command line stands for: functions, those of a class, or a constant."""
-    found = inspect.unwrap(found) if inspect.isroutine(found) else getattr(found, "fget", found)
+    if isinstance(found, property | cached_property):
+        found = found.fget if isinstance(found, property) else found.func
+    found = inspect.unwrap(found) if inspect.isroutine(found) else found
     if inspect.isclass(found) and found.__module__.startswith(OURS):
         return [part for each in written(found).values() for part in parts(each)]
     is_ours = getattr(found, "__module__", "snapkv_app.cli.").startswith(OURS)
@@ -235,7 +238,7 @@ def test_no_command_ignores_one_of_its_options():
         assert names - read_by(command, kind) == set(), name
 
 
-@pytest.mark.parametrize("budget", [-(10**18), -5, 0, 1, 7])
+@pytest.mark.parametrize("budget", [-(10**18), 7])
 @pytest.mark.parametrize(
     ("given", "least"),
     [

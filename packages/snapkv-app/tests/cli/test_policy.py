@@ -137,7 +137,7 @@ def test_default_policy_is_used_without_a_named_method(set_, options, policy, na
 @pytest.mark.parametrize(
     ("name", "set_", "options", "message"),
     [
-        ("snapvk", "", {}, "got 'snapvk'. Write snapkv"),
+        ("snapvk", "", {}, "got 'snapvk'. Did you mean snapkv"),
         ("full", "", {"budget": 64}, "full, which has none, got budget=64"),
         ("newcomer", "", {"kernel_size": "5"}, "which has budget, decay, greedy, mode"),
         ("snapkv", "budget=128", {"budget": 64}, "budget: expected one value, got 64 and 128"),
@@ -147,7 +147,7 @@ def test_default_policy_is_used_without_a_named_method(set_, options, policy, na
             {},
             "sink_tokens: expected one value, got 1 and 2",
         ),
-        ("default", "kernelsize=5", {}, "got kernelsize=5. Write kernel_size"),
+        ("default", "kernelsize=5", {}, "got kernelsize=5. Did you mean kernel_size"),
         ("default", "kernel_size", {}, "expected NAME=VALUE, got 'kernel_size'"),
         ("default", "=5", {}, "expected NAME=VALUE"),
         ("default", "budget=auto:some=4", {}, "budget: expected auto with lost_vote, least or"),

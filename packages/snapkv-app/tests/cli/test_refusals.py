@@ -17,7 +17,7 @@ REFUSED = {
     "ask notes.txt -q Why?": [
         ("--bugdet 64", "No such option"),
         ("--bugdet 64", ". See snapkv ask --help"),
-        ("--policy snapkv:pooling=max", ". See snapkv policies for the methods, and --set"),
+        ("--policy snapkv:pooling=max", ". Run snapkv policies to see the methods, and set"),
         ("--budget many", "--budget"),
         ("--model loop", "links lead in a loop"),
         ("--assistant demo --prompt-lookup 3", "drafts: expected one of"),
@@ -28,15 +28,15 @@ REFUSED = {
     ],
     "ask": [
         ("notes.txt -q 'a \udcff'", "question: expected Unicode text, got '\\udcff'"),
-        ("note.txt -q Why?", "did you mean notes.txt?"),
+        ("note.txt -q Why?", "Did you mean notes.txt?"),
         ("loop/a -q Why?", "a, whose symbolic links lead in a loop"),
         ("lost -q Why?", "lost, a symbolic link to gone, which is not there"),
         ("empty.txt -q Why?", "got nothing"),
         ("cut.pdf -q Why?", "file: expected a "),
-        ("papers --library lib -q Why?", "files: expected FILES or --library, got both"),
-        ("-q Why?", "files: expected FILES or --library, got neither"),
-        ("-q Why? papers --documents 2", "documents: expected --library with it"),
-        ("-q Why? papers --recompute 0.5", "recompute: expected --library with it"),
+        ("papers --library lib -q Why?", "files: expected either files or --library, got both"),
+        ("-q Why?", "files: expected either files or --library, got neither"),
+        ("-q Why? papers --documents 2", "documents: this option needs --library"),
+        ("-q Why? papers --recompute 0.5", "recompute: this option needs --library"),
     ],
     "ask -q Why? --library": [
         ("lib --recompute 1.5", "recompute: expected a number in [0, 1]"),
@@ -59,10 +59,10 @@ REFUSED = {
         ("-p \udcff", "prompt: expected Unicode text"),
         ("-p x --answer-start \udcff", "answer_start: expected Unicode"),
         ("-p x --temperature inf", "temperature: expected 0, or a finite"),
-        ("-p x --model dmo", "did you mean demo?"),
+        ("-p x --model dmo", "Did you mean demo?"),
         ("-p x --model .", "a folder with a config.json"),
-        ("-p x --model ./papers/none", "got './papers/none'; see ls papers"),
-        ("-p x --model no/such/folder", "got 'no/such/folder'; there is no folder no/such"),
+        ("-p x --model ./papers/none", "got './papers/none'. See ls papers"),
+        ("-p x --model no/such/folder", "got 'no/such/folder'. There is no folder no/such"),
         (
             "-p x --model demo --revision main",
             "revision: only models of the hub have revisions, got 'main'",
@@ -74,11 +74,11 @@ REFUSED = {
         ("notes.txt --policy kvzip", "policy: kvzip cannot be used for a prompt that is read only"),
     ],
     "chat notes.txt": [
-        ("--compare", "compare: chat does not take this option, ask does"),
-        ("--check 4", "check: chat does not take this option, ask does"),
-        ("--answer-start x", "answer_start: chat does not take this option, ask does"),
-        ("--assistant demo", "assistant: chat does not take this option, ask does"),
-        ("--prompt-lookup 3", "prompt_lookup: chat does not take this option, ask does"),
+        ("--compare", "compare: this option is for snapkv ask, not for chat"),
+        ("--check 4", "check: this option is for snapkv ask, not for chat"),
+        ("--answer-start x", "answer_start: this option is for snapkv ask, not for chat"),
+        ("--assistant demo", "assistant: this option is for snapkv ask, not for chat"),
+        ("--prompt-lookup 3", "prompt_lookup: this option is for snapkv ask, not for chat"),
         ("--policy h2o --recall host", "policy: expected a policy that only compresses prompts"),
         ("--recall ''", "recall: expected host, a folder or none, got an empty text. Leave the"),
         ("--recall no/such/folder", "got 'no/such/folder'. Create 'no/such' first"),
@@ -91,7 +91,7 @@ REFUSED = {
         ("--budgets many", "budgets: expected a whole number such as 4096"),
         ("--budgets ,", "budgets: expected whole numbers with commas between them, got ','"),
         ("--budgets 64,,128", "budgets: expected whole numbers with commas between them, got"),
-        (f"--budgets {MANY}", "budgets: expected at most 12, since"),
+        (f"--budgets {MANY}", "budgets: expected at most 12 budgets, got 13"),
         ("--budgets 8", "budget: expected"),
         ("--policy fastgen --budgets 64", "budget: expected a parameter of fastgen"),
         ("--beside @many", "beside: the budget of '@many' is not valid (budget: "),
@@ -109,9 +109,9 @@ REFUSED = {
     "plan": [
         ("", "context"),
         ("--context 1k,2k", "context: expected one number"),
-        ("--context 128kb", "Write for instance --context 4k"),
+        ("--context 128kb", "For example, use --context 4k"),
         ("--context 8k --budget auto", "budget: expected tokens or bytes"),
-        ("--context 1k --model qwen3-9b", "did you mean qwen3-8b"),
+        ("--context 1k --model qwen3-9b", "Did you mean qwen3-8b"),
         ("--context 1k --gpu-memory 80", "gpu_memory: expected bytes with a unit"),
         ("--context 1k --gpu-memory L40X", "or a card such as H100 or RTX 4090, got 'L40X'"),
         ("--context 1k --gpu-memory a100", "gpu_memory: expected A100-40GB or A100-80GB"),
@@ -119,11 +119,11 @@ REFUSED = {
         ("--context 1k --model ./none", "model: expected an existing file"),
         ("--context 1k --model lwm-7b --dtype int8", "dtype: expected one of"),
         ("--context 8k --window-size 4k", "budget: expected more than window_size=4096"),
-        ("--context 1k --budget 9 --keep-ratio 0.5", "expected one of them"),
+        ("--context 1k --budget 9 --keep-ratio 0.5", "expected only one of them"),
     ],
     "serve": [("--max-model-len", "model: expected the model before all options")],
     "serve demo": [
-        ("--session-bytes 2GiB", "session-bytes: expected it with --sessions"),
+        ("--session-bytes 2GiB", "session-bytes: this option needs --sessions"),
         ("--sessions --session-bytes 2", "session_bytes: expected bytes with a unit"),
         ("--sessions --session-bytes 0GiB", "session_bytes: expected at least 1"),
         (
@@ -134,7 +134,7 @@ REFUSED = {
             "--print-command --decode-policy tova",
             "decode_policy: this limit has no effect without a decode_budget",
         ),
-        ("--print-command --policy snapk", "across-layers, got 'snapk'; did you mean snapkv"),
+        ("--print-command --policy snapk", "across-layers, got 'snapk'. Did you mean snapkv"),
     ],
     "bench decode": [
         ("--output one.svg --plot one.svg", "expected another file than that of output")
@@ -166,5 +166,5 @@ def test_bad_input_is_refused_in_one_line(refused, here, request, capsys, line, 
     before = sorted(here.rglob("*"))
     said = refused(*shlex.split(line))
     assert message in said
-    assert "did you mean loop?" not in said
+    assert "Did you mean loop?" not in said
     assert sorted(here.rglob("*")) == before

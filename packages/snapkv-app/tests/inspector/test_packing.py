@@ -26,7 +26,7 @@ layer = functools.partial(random_layer, 0, prompt_tokens=TOKENS, query_tokens=TO
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("pooling", [{"kernel_size": 1}, {"pooling": "avg"}], ids=str)
 @pytest.mark.parametrize("voters", [2, 4, 7])
-def test_the_votes_of_all_voters_add_up_to_the_scores(voters, pooling, sinks):
+def test_votes_of_all_voters_add_up_to_the_scores(voters, pooling, sinks):
     """Where pooling is linear."""
     states = layer(with_sinks=sinks)
     policy = SnapKV(16, window_size=4, voters=voters, group_reduce="sum", **pooling)
@@ -46,7 +46,7 @@ def test_the_votes_of_all_voters_add_up_to_the_scores(voters, pooling, sinks):
     ],
     ids=str,
 )
-def test_a_voter_alone_is_its_attention_lifted_as_the_method_does(pooling, reach):
+def test_votes_of_one_voter_are_its_pooled_attention(pooling, reach):
     states = layer()
     votes = layer_votes(SnapKV(16, window_size=2, **pooling), states)
     weights = ops.attention_weights(replace(states, queries=states.queries[:, :, -2:]))
@@ -60,11 +60,11 @@ def test_a_voter_alone_is_its_attention_lifted_as_the_method_does(pooling, reach
     torch.testing.assert_close(votes, expected)
 
 
-def test_of_a_prompt_within_the_window_there_are_no_votes():
+def test_prompt_within_the_window_has_no_votes():
     assert not layer_votes(SnapKV(64, window_size=48), layer()).any()
 
 
-def test_every_place_names_its_top_voters_with_their_parts():
+def test_every_token_names_its_top_voters_and_their_shares():
     votes = torch.zeros(4, 8)
     votes[:, 0] = torch.tensor([1.0, 4.0, 3.0, 2.0])
     votes[2, 5] = 7.0
@@ -78,7 +78,7 @@ def test_every_place_names_its_top_voters_with_their_parts():
     assert sum(parts[3:15]) == 0, "places without votes name nobody"
 
 
-def test_the_map_opens_where_one_voter_votes_most_but_not_near_an_end():
+def test_map_opens_at_the_strongest_vote_away_from_the_ends():
     votes = torch.zeros(2, 12)
     votes[0, 1] = votes[0, 8] = 9.0
     votes[0, 3] = votes[1, 3] = 2.0
@@ -87,7 +87,7 @@ def test_the_map_opens_where_one_voter_votes_most_but_not_near_an_end():
     assert Ballot(votes=votes[:, :6], sink_tokens=0, window_tokens=1).strongest == 0
 
 
-def test_a_long_text_has_no_larger_maps(monkeypatch):
+def test_long_text_shares_bins_so_that_maps_stay_small(monkeypatch):
     """Neighbours share the highest count, and the sum of their votes."""
     monkeypatch.setattr(packing, "MOST_VOTED", 2)
     votes = torch.tensor([[1.0, 0.0, 0.0], [0.0, 3.0, 4.0]])

@@ -24,13 +24,13 @@ def nasty():
     return made(0, pieces=[*NASTY, *"abcdefghij" * 10], question=NASTY[0], labels=NASTY[:2])
 
 
-def test_the_data_is_what_was_given():
+def test_page_contains_its_data_unchanged():
     page = nasty()
     written = re.search(r'id="data">(.*?)</script>', page.html, re.S)[1]
     assert json.loads(written) == json.loads(json.dumps(page.data()))
 
 
-def test_nothing_of_the_document_ends_its_block():
+def test_document_cannot_end_the_data_block():
     page, plain = nasty().html, made(200).html
     assert page.count("<script") == plain.count("<script") == 2
     assert "alert(1)</script>" not in page
@@ -38,7 +38,7 @@ def test_nothing_of_the_document_ends_its_block():
     page.encode("utf-8")
 
 
-def test_the_only_script_that_may_run_is_the_pages_own():
+def test_only_the_pages_own_script_may_run():
     page = made(64).html
     script = re.search(r"<script>(.*?)</script>", page, re.S)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -46,7 +46,7 @@ def test_the_only_script_that_may_run_is_the_pages_own():
     assert "default-src 'none'" in page
 
 
-def test_the_page_asks_the_network_for_nothing():
+def test_page_makes_no_network_requests():
     page = re.sub(r'id="data">.*?</script>', "", made(64).html, flags=re.S)
     page = re.sub(r"'sha256-[^']*'", "", page)  # a digest may have any letters
     assert not re.search(r"https?://|//\w|@import|url\(|fetch\(|XMLHttp|import\(", page)
@@ -57,7 +57,7 @@ def test_no_placeholder_is_left():
     assert "{{" not in re.sub(r'id="data">.*?</script>', "", made(64).html, flags=re.S)
 
 
-def test_a_notebook_shows_the_whole_page_in_a_frame_of_its_own():
+def test_notebook_shows_the_complete_page_in_a_frame():
     page = nasty()
     frame = page._repr_html_()
     assert frame.count("<") == frame.count(">") == 2, "the page is text of an attribute"

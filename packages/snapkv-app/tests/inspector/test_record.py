@@ -1,4 +1,4 @@
-"""What the page shows is what the caches did, on the demo model."""
+"""What the page shows is what the caches did: every method on noise, answers on the demo model."""
 
 import itertools
 from typing import ClassVar
@@ -50,21 +50,27 @@ def prompt(demo):
 
 
 @pytest.fixture(scope="module")
-def inspection(demo, prompt):
+def every_method(tiny, prompt):
     policies = [(policy.name, policy) for policy in POLICIES]
+    return inspect_prompt(tiny, prompt, policies, GenerationSettings(max_new_tokens=1))
+
+
+@pytest.fixture(scope="module")
+def inspection(demo, prompt):
+    policies = [(policy.name, policy) for policy in (POLICIES[0], POLICIES[-1])]
     settings = GenerationSettings(max_new_tokens=3)
     budgets = [(str(tokens), SnapKV(tokens, window_size=16)) for tokens in (20, 200)]
     return inspect_prompt(demo, prompt, policies, settings, budgets=budgets)
 
 
 @pytest.mark.parametrize("number", range(len(POLICIES)), ids=[p.name for p in POLICIES])
-def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, number):
-    ids = prompt.token_ids(demo.tokenizer)
-    cache = CompressedCache(demo.model, POLICIES[number].with_tokenizer(demo.tokenizer))
+def test_kept_tokens_equal_those_of_a_real_cache(tiny, prompt, every_method, number):
+    ids = prompt.token_ids(tiny.tokenizer)
+    cache = CompressedCache(tiny.model, POLICIES[number].with_tokenizer(tiny.tokenizer))
     cache.expect_tokens(ids)
     with torch.inference_mode():
-        demo.model(ids, past_key_values=cache, logits_to_keep=1)
-    shown, counts = inspection.methods[number].chosen, [0] * ids.shape[1]
+        tiny.model(ids, past_key_values=cache, logits_to_keep=1)
+    shown, counts = every_method.methods[number].chosen, [0] * ids.shape[1]
     heads = [head for (row,) in kept_of(cache) for head in row]
     for position in itertools.chain(*heads):
         counts[position] += position >= 0
@@ -72,7 +78,7 @@ def test_the_kept_tokens_are_those_of_a_real_cache(demo, prompt, inspection, num
     assert shown.heads == len(heads)
 
 
-def test_the_slider_has_the_answer_of_every_budget_the_least_memory_first(demo, prompt, inspection):
+def test_slider_has_every_answer_in_the_order_of_memory(demo, prompt, inspection):
     method, *others = inspection.methods
     assert [record.label for record in method.budgets] == ["20", CHOSEN, "200"]
     assert all(len(other.budgets) == 1 for other in others)
@@ -88,38 +94,38 @@ def test_the_slider_has_the_answer_of_every_budget_the_least_memory_first(demo, 
     assert inspection.page({}).methods[0].chosen == 1
 
 
-def test_answers_are_those_of_the_caches(inspection):
+def test_answers_equal_those_of_the_caches(inspection, every_method):
     assert inspection.full.text.endswith("blue stone.")
-    labels = [method.label for method in inspection.methods]
+    labels = [method.label for method in every_method.methods]
     assert labels == [policy.name for policy in POLICIES]
     assert inspection.methods[-1].chosen.answer.text == inspection.full.text
 
 
-def test_the_place_of_the_answer_was_voted_for_most_by_a_single_voter(inspection):
-    ballots = {method.label: method.ballot for method in inspection.methods}
+def test_strongest_vote_of_a_voter_is_for_the_place_of_the_answer(inspection, every_method):
+    ballots = {method.label: method.ballot for method in every_method.methods}
     assert {label for label, ballot in ballots.items() if ballot is None} == {
         *("keydiff", "h2o", "streaming-llm", "fastgen", "full")
     }
-    near = inspection.pieces[ballots["snapkv"].strongest - 8 :][:16]
+    near = inspection.pieces[inspection.methods[0].ballot.strongest - 8 :][:16]
     assert "gate is under the blue" in "".join(near)
 
 
-def test_all_methods_and_budgets_read_the_prompt_once(demo, prompt, monkeypatch):
+def test_prompt_is_read_one_time_for_all_methods_and_budgets(tiny, prompt, monkeypatch):
     read = []
-    forward = type(demo.model.model).forward
+    forward = type(tiny.model.model).forward
 
     def counted(self, input_ids=None, **kwargs):
         read.append(input_ids.shape[1])
         return forward(self, input_ids=input_ids, **kwargs)
 
-    monkeypatch.setattr(type(demo.model.model), "forward", counted)
+    monkeypatch.setattr(type(tiny.model.model), "forward", counted)
     policies = [("snapkv", SnapKV(96, window_size=16)), ("h2o", H2O(96))]
     budgets = [("20", SnapKV(20, window_size=16))]
-    inspect_prompt(demo, prompt, policies, GenerationSettings(max_new_tokens=2), budgets=budgets)
-    assert [tokens for tokens in read if tokens > 1] == [prompt.token_ids(demo.tokenizer).shape[1]]
+    inspect_prompt(tiny, prompt, policies, GenerationSettings(max_new_tokens=2), budgets=budgets)
+    assert [tokens for tokens in read if tokens > 1] == [prompt.token_ids(tiny.tokenizer).shape[1]]
 
 
-def test_the_pieces_are_the_text(demo):
+def test_pieces_add_up_to_the_text(demo):
     text = "Ünïcode 😀 and <script>alert(1)</script>\n\tnäxt 钥匙"
     prompt = Prompt(text=text)
     pieces = prompt_texts(demo.tokenizer, prompt)
@@ -127,7 +133,7 @@ def test_the_pieces_are_the_text(demo):
     assert len(pieces) == prompt.token_ids(demo.tokenizer).shape[1]
 
 
-def test_a_tokenizer_that_knows_no_places_decodes_token_by_token():
+def test_tokenizer_without_offsets_decodes_token_by_token():
     class Slow:
         is_fast = False
         chat_template = unk_token_id = None
@@ -145,13 +151,13 @@ def test_a_tokenizer_that_knows_no_places_decodes_token_by_token():
 
 
 @pytest.mark.parametrize("text", ["Ünïcode 😀 and\n\tnäxt 钥匙", " a  b .", "😀😀"])
-def test_the_texts_of_tokens_add_up_to_what_they_decode_to(demo, text):
+def test_texts_of_tokens_add_up_to_the_decoded_text(demo, text):
     ids = demo.tokenizer(text)["input_ids"]
     texts = token_texts(demo.tokenizer, ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == text
 
 
-def test_half_a_character_at_the_end_is_shown_as_such(demo):
+def test_incomplete_last_character_is_shown_as_the_tokenizer_does(demo):
     ids = demo.tokenizer("钥匙")["input_ids"][:-1]
     assert "".join(token_texts(demo.tokenizer, ids)) == demo.tokenizer.decode(ids)

@@ -24,17 +24,17 @@ ANSWERS = st.text(st.sampled_from("ab .\n"), max_size=30)
         ),
     ],
 )
-def test_what_was_kept_of_how_much(given_numbers, expected):
+def test_kept_sentence_names_kept_and_total_tokens(given_numbers, expected):
     assert kept_sentence(*given_numbers) == expected
 
 
-def test_an_answer_that_was_cut_off_is_the_same_only_as_far_as_it_goes():
+def test_cut_off_answer_is_called_equal_up_to_its_length():
     assert answer_sentence(True, None) == "Its answer is the same as the full cache's."
     assert answer_sentence(True, 8).endswith("full cache's, as far as both go: 8 tokens.")
     assert answer_sentence(False, 8) == "Its answer differs from the full cache's."
 
 
-def test_a_word_that_another_takes_the_place_of():
+def test_replaced_word_is_marked_as_gone_and_new():
     assert word_changes("required by RFC 1952. Yes", "required by RFC 3339. Yes") == [
         ("same", "required by RFC"),
         ("gone", " 1952."),
@@ -43,7 +43,7 @@ def test_a_word_that_another_takes_the_place_of():
     ]
 
 
-def test_long_answers_that_go_in_circles_are_compared_as_a_whole_where_they_part():
+def test_repetitive_long_answers_are_compared_in_one_piece():
     """At once: small models repeat themselves."""
     before, after = "yes" + " yes no" * 3000, "yes" + " yes no no" * 3000
     changes = word_changes(before, after)
@@ -54,7 +54,7 @@ def test_long_answers_that_go_in_circles_are_compared_as_a_whole_where_they_part
 
 
 @given(ANSWERS, ANSWERS)
-def test_the_runs_make_both_answers(before, after):
+def test_word_changes_add_up_to_both_answers(before, after):
     changes = word_changes(before, after)
     assert "".join(text for kind, text in changes if kind != "new") == before
     assert "".join(text for kind, text in changes if kind != "gone") == after

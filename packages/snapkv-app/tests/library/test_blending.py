@@ -59,7 +59,7 @@ def assert_holds(cache, model, parts, expected, tolerance=2e-5):
 
 
 @alternating
-def test_keys_stand_where_they_are_read_and_chosen_tokens_are_read_over_all(family, implementation):
+def test_recomputed_tokens_attend_to_all_documents_in_place(family, implementation):
     model = tiny_model(family, implementation)
     parts, policy = documents(model, (9, 14, 6)), SnapKV(20, window_size=4)
     cache = blend(model, parts, policy, recompute=0)
@@ -76,7 +76,7 @@ def uneven(budget=8):
     return AdaKV(few(budget))
 
 
-def test_a_fraction_of_one_is_a_full_reading():
+def test_recomputing_everything_equals_reading_in_full():
     model = tiny_model("llama", "sdpa")
     parts, question = documents(model, (9, 14, 6)), random_ids(1, 7, seed=50)
     ids = torch.cat([joined_ids(parts), question], dim=1)
@@ -89,7 +89,7 @@ def test_a_fraction_of_one_is_a_full_reading():
         assert torch.equal(cache.kept_positions(layer), plain.kept_positions(layer))
 
 
-def test_other_shapes_of_models():
+def test_models_of_other_shapes_equal_the_reference():
     """As many heads of keys as of queries, a partial rotation and other names of arguments."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
     neox = AutoConfig.for_model("gpt_neox", vocab_size=128, intermediate_size=96, **sizes)
@@ -102,7 +102,7 @@ def test_other_shapes_of_models():
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_models_of_few_layers_come_out_exact(layers):
+def test_models_of_few_layers_equal_the_full_reading(layers):
     model = AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=layers)).eval()
     parts = documents(model, (9, 14, 6))
     plain = DynamicCache(config=model.config)
@@ -111,7 +111,7 @@ def test_models_of_few_layers_come_out_exact(layers):
     assert_holds(cache, model, parts, [(each.keys[0], each.values[0]) for each in plain.layers])
 
 
-def test_all_tokens_chosen_are_a_full_reading_up_to_rounding():
+def test_choosing_all_tokens_equals_a_full_reading_up_to_rounding():
     model = tiny_model("qwen3", "sdpa")
     parts = documents(model, (9, 14, 6))
     ids = joined_ids(parts)
@@ -124,7 +124,7 @@ def test_all_tokens_chosen_are_a_full_reading_up_to_rounding():
         assert torch.allclose(own.value_states, wanted.values, atol=1e-4, rtol=1e-4)
 
 
-def test_of_equal_deviations_the_first_tokens_go_on():
+def test_equal_deviations_are_resolved_by_position():
     deviation = torch.tensor([0.0, 4.0, 1.0, 4.0, 4.0])
     assert most_changed(deviation, 1).tolist() == [1]
     assert most_changed(deviation, 2).tolist() == [1, 3]
@@ -132,7 +132,7 @@ def test_of_equal_deviations_the_first_tokens_go_on():
     assert most_changed(deviation, 5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_fewer_tokens_from_layer_to_layer():
+def test_number_of_recomputed_tokens_falls_with_the_layers():
     """By the square root of a tenth over two steps."""
     assert falling(0.2, 1000, 4) == [200, 63, 20]
     assert falling(0.2, 1000, 2) == [200]
@@ -140,7 +140,7 @@ def test_fewer_tokens_from_layer_to_layer():
 
 
 @pytest.mark.parametrize("layers", [2, 3, 30])
-def test_what_is_read_again_grows_to_all_without_a_jump(layers):
+def test_recomputed_tokens_grow_with_the_fraction_without_a_jump(layers):
     counts = [falling(step / 1000, 10_000, layers) for step in range(1001)]
     assert counts[0] == [0] * (layers - 1)
     assert counts[-1] == [10_000] * (layers - 1)
@@ -162,7 +162,7 @@ def _pieces(monkeypatch):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_any_documents_are_joined_as_the_reference_joins_them(data):
+def test_random_documents_are_joined_like_the_reference(data):
     model = tiny_model("llama", data.draw(st.sampled_from(["sdpa", "eager"])))
     recomputing._PIECE_TOKENS = data.draw(st.sampled_from([3, 64]))
     count = data.draw(st.integers(2, 4))

@@ -44,7 +44,7 @@ def assert_close(own, wanted):
 
 
 @pairs(family=["llama", "glm4"], kind=list(HELD), share=[0, 0.3])
-def test_a_question_is_read_over_what_is_held(family, kind, share):
+def test_question_attends_to_the_joined_documents(family, kind, share):
     model = tiny_model(family, "sdpa")
     cache = blend(model, parts_of(model, kind), FullCache(), recompute=share)
     wanted = logits_over(model, cache, asked())
@@ -55,7 +55,7 @@ def test_a_question_is_read_over_what_is_held(family, kind, share):
 @pytest.mark.parametrize(
     ("kind", "around"), [("whole", AdaKV), ("even", lambda policy: policy)], ids=["whole", "even"]
 )
-def test_the_question_votes_and_the_policy_compresses(kind, around):
+def test_question_votes_and_policy_compresses_the_joined_documents(kind, around):
     model, budget, question = tiny_model("llama"), 14, asked(6)
     parts = parts_of(model, kind)
     cache = blend(model, parts, around(SnapKV(budget, window_size=6)), recompute=0.2)
@@ -71,7 +71,7 @@ def test_the_question_votes_and_the_policy_compresses(kind, around):
             assert set(positions[:-6].tolist()) <= {*before[head].tolist(), -1}
 
 
-def test_without_a_method_each_layer_chooses_again_of_documents_that_were_compressed():
+def test_default_policy_compresses_compressed_documents_again():
     model, question = tiny_model("llama"), asked(6)
     parts = parts_of(model, "even")
     ids = torch.cat([joined_ids(parts), question], dim=1)
@@ -96,7 +96,7 @@ OPTIONS = (
     options={",".join(options) or "none": options for options in OPTIONS},
     lengths=[(24,), (9, 15)],
 )
-def test_two_turns_are_as_behind_a_prompt_that_was_read_together(policy, options, lengths):
+def test_two_turns_equal_those_after_a_prompt_read_in_full(policy, options, lengths):
     """One document is reused as it is; several are read in full."""
     if "turns" in options and "rotation" in policy.needs:
         pytest.skip("refused by the cache")
@@ -126,7 +126,7 @@ def test_two_turns_are_as_behind_a_prompt_that_was_read_together(policy, options
 
 
 @pytest.mark.parametrize("kind", HELD)
-def test_files_and_copies_go_on_alike_and_a_question_can_be_taken_back(kind, tmp_path):
+def test_saved_and_copied_caches_continue_alike_and_can_be_cropped(kind, tmp_path):
     model = tiny_model("llama")
     parts = parts_of(model, kind, prefix_tokens=2)
     ids = torch.cat([joined_ids(parts), asked()], dim=1)
@@ -150,7 +150,7 @@ def test_files_and_copies_go_on_alike_and_a_question_can_be_taken_back(kind, tmp
     assert torch.equal(call(model, roomy, asked(5)), call(model, fresh, asked(5)))
 
 
-def test_the_parts_stay_as_they_were():
+def test_blending_leaves_the_parts_unchanged():
     model = tiny_model("llama")
     for kind in HELD:
         parts = parts_of(model, kind, prefix_tokens=2)
@@ -164,7 +164,7 @@ def test_the_parts_stay_as_they_were():
             assert all(map(torch.equal, part.cache.layers[2].store.padded(), states))
 
 
-def test_parts_in_few_bits_are_taken_for_what_they_stand_for():
+def test_quantized_parts_are_blended_by_their_dequantized_values():
     model, bits = tiny_model("llama"), "int8"
     parts = parts_of(model, "even", quantize=bits)
     whole = parts_of(model, "even")

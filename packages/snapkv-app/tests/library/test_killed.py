@@ -124,7 +124,7 @@ def require_clean(library, number):
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_a_killed_adder_loses_nothing_and_the_next_one_goes_on(tmp_path, loaded, adders, kills):
+def test_killed_add_loses_nothing_and_the_next_one_continues(tmp_path, loaded, adders, kills):
     start, ended = adders
     start(0)
     status, changes = ended()
@@ -140,7 +140,7 @@ def test_a_killed_adder_loses_nothing_and_the_next_one_goes_on(tmp_path, loaded,
     require_clean(library, kills + 1)
 
 
-def test_others_ask_while_one_adds(tmp_path, loaded, adders):
+def test_other_processes_ask_during_an_add(tmp_path, loaded, adders):
     start, ended = adders
     start(0)
     assert ended()[0] == 0
@@ -158,7 +158,7 @@ def test_others_ask_while_one_adds(tmp_path, loaded, adders):
     require_clean(library, 3)
 
 
-def test_a_second_adder_is_refused_and_told_of_the_first(library, tiny):
+def test_second_add_is_refused_and_names_the_first_process(library, tiny):
     with (
         library._folder.changing(),
         pytest.raises(LibraryError, match=f"process {os.getpid()} is changing it now"),
@@ -167,14 +167,14 @@ def test_a_second_adder_is_refused_and_told_of_the_first(library, tiny):
     assert Library(library.path).add(tiny.model, tiny.tokenizer, TEXTS.items())
 
 
-def test_a_lock_holds_on_a_full_disk_too():
+def test_lock_is_held_on_a_full_disk():
     with open("/dev/full", "ab", buffering=0) as lock:
         folder._write_if_room(lock, b"1")
         with pytest.raises(OSError, match="No space left"):
             lock.write(b"1")
 
 
-def test_a_damaged_file_is_not_mended_while_another_process_adds(library, tiny, notices):
+def test_damaged_file_is_not_repaired_during_another_add(library, tiny, notices):
     hits = library.search("rent", 1)
     record = next(record for record in library.documents if record.name == "lease")
     file = library.path / "caches" / record.cache

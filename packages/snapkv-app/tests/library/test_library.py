@@ -24,7 +24,6 @@ from snapkv import (
     StreamingLLM,
     default_policy,
 )
-from snapkv.hf import identity
 from snapkv_app import Library
 from snapkv_app.library.folder import Folder
 from snapkv_app.models import LoadedModel
@@ -52,7 +51,7 @@ def answered(loaded: LoadedModel, inputs):
         return loaded.model.generate(**inputs, max_new_tokens=4, do_sample=False)
 
 
-def test_what_is_added_is_there_with_its_text_and_its_size(library):
+def test_added_documents_have_their_text_and_size(library):
     records = library.documents
     assert [record.name for record in records] == sorted(TEXTS)
     for record in records:
@@ -63,7 +62,7 @@ def test_what_is_added_is_there_with_its_text_and_its_size(library):
     assert library.verify() == []
 
 
-def test_a_second_add_reads_what_is_new_and_what_has_changed(library, tiny):
+def test_second_add_reads_only_new_and_changed_documents(library, tiny):
     texts = TEXTS | {"lease": "There is no lease.", "new": "A new text."}
     before = caches(library)
     seen = []
@@ -77,7 +76,7 @@ def test_a_second_add_reads_what_is_new_and_what_has_changed(library, tiny):
     assert {record.name: record.text for record in library.documents} == texts
 
 
-def test_an_add_looks_at_no_document_but_those_that_come(library, tiny, monkeypatch):
+def test_add_opens_no_other_documents(library, tiny, monkeypatch):
     looks = Counter()
     stamp, scan = Folder.stamp_of, os.scandir
     monkeypatch.setattr(Folder, "stamp_of", lambda *key: looks.update(key[1:]) or stamp(*key))
@@ -96,21 +95,7 @@ def test_an_add_looks_at_no_document_but_those_that_come(library, tiny, monkeypa
     assert len(caches(library)) == len(library.documents) == 7
 
 
-def test_a_model_is_known_by_its_weights_once_a_call_and_only_what_was_found_is_looked_at(
-    library, tiny, monkeypatch
-):
-    hits, looks, stamp = library.search("rent", 1), [], Folder.stamp_of
-    calls, weights = [], identity._weights
-    monkeypatch.setattr(identity, "_weights", lambda *asked: calls.append(1) or weights(*asked))
-    monkeypatch.setattr(Folder, "stamp_of", lambda *key: looks.extend(key[1:]) or stamp(*key))
-    library.parts(tiny.model, tiny.tokenizer, hits)
-    assert looks == [hits[0].key]
-    assert len(calls) == 1
-    library.add(tiny.model, tiny.tokenizer, [("a", "One."), ("b", "Another.")])
-    assert len(calls) == 2
-
-
-def test_the_words_of_a_question_find_documents_with_their_best_passage(tmp_path, tiny):
+def test_words_of_a_question_find_documents_and_best_passages(tmp_path, tiny):
     library = Library(tmp_path / "l")
     filler = "\n".join("Nothing of note is said here." for _ in range(50))
     texts = {"a": f"{filler}\nZebras graze.\n{filler}", "b": "One zebra.", "c": "No animals."}
@@ -125,7 +110,7 @@ def test_the_words_of_a_question_find_documents_with_their_best_passage(tmp_path
     assert library.search("the of", 1) == library.search("lion") == []
 
 
-def test_one_document_is_answered_as_if_it_had_been_read_with_the_question(library, tiny):
+def test_one_document_is_answered_like_a_prompt_read_in_full(library, tiny):
     hits = library.search("What does the bank lend?", 1)
     how = {"policy": FullCache(), "recompute": 0}
     inputs = library.inputs(tiny.model, tiny.tokenizer, "What does the bank lend?", hits, **how)
@@ -142,7 +127,7 @@ def test_one_document_is_answered_as_if_it_had_been_read_with_the_question(libra
     assert torch.equal(answered(tiny, inputs), answered(tiny, plain))
 
 
-def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, demo, tiny):
+def test_inputs_without_a_chat_template_are_plain_text(tmp_path, demo, tiny):
     tokenizer = copy.deepcopy(demo.tokenizer)
     tokenizer.chat_template = None
     library = Library(tmp_path / "l")
@@ -165,7 +150,7 @@ def test_without_a_chat_template_special_tokens_stand_once_in_front(tmp_path, de
     ],
     ids=str,
 )
-def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bits):
+def test_documents_are_stored_with_the_policy_and_bits(tmp_path, tiny, policy, bits):
     library = Library(tmp_path / "l")
     library.add(tiny.model, tiny.tokenizer, TEXTS.items(), policy, bits=bits)
     whole = Library(tmp_path / "whole")
@@ -183,7 +168,7 @@ def test_documents_lie_as_the_policy_and_the_bits_say(tmp_path, tiny, policy, bi
     assert whats(library.add(tiny.model, tiny.tokenizer, [("x", "new")])) == ["read"]
 
 
-def test_a_new_library_has_four_bits_and_one_that_is_there_its_own(library, tiny, tmp_path):
+def test_new_library_has_4_bits_and_existing_one_keeps_its_own(library, tiny, tmp_path):
     new = Library(tmp_path / "new")
     new.add(tiny.model, tiny.tokenizer, TEXTS.items())
     sizes = [sum(record.bytes for record in each.documents) for each in (new, library)]
@@ -204,9 +189,11 @@ def test_a_new_library_has_four_bits_and_one_that_is_there_its_own(library, tiny
             assert 0 < difference < exact.store.keys.abs().max() / 8
 
 
-def test_another_model_or_tokenizer_is_refused_with_both(library, tiny):
+def test_other_model_or_tokenizer_is_refused_with_both_names(library, tiny):
     other = tiny_model("llama")
-    with pytest.raises(LibraryError, match=r"model: .*LlamaForCausalLM.* has read.*got .*other"):
+    with pytest.raises(
+        LibraryError, match=r"model: .* were read with .*LlamaForCausalLM.*got .*other"
+    ):
         library.add(other, tiny.tokenizer, TEXTS.items(), model_name="other")
     hits, halved = library.search("rent"), tiny_loaded(tiny.tokenizer).model.to(torch.bfloat16)
     with pytest.raises(LibraryError, match=r"float32\).*got .*bfloat16\)"):
@@ -217,7 +204,7 @@ def test_another_model_or_tokenizer_is_refused_with_both(library, tiny):
         library.inputs(tiny.model, plain, "rent?", hits)
 
 
-def test_documents_that_are_none_or_gone_are_refused_in_both_ways_of_reading(library, tiny):
+def test_missing_documents_are_refused_in_both_ways_of_reading(library, tiny):
     hits = library.search("rent", 1)
     library.remove([hits[0].name])
     for call in (library.inputs, library.token_ids):
@@ -228,7 +215,7 @@ def test_documents_that_are_none_or_gone_are_refused_in_both_ways_of_reading(lib
 
 
 @pytest.mark.parametrize("around", [AdaKV, AcrossLayers])
-def test_a_policy_that_drops_nothing_of_parted_heads_is_said(tmp_path, tiny, notices, around):
+def test_policy_that_cannot_evict_from_ragged_documents_warns(tmp_path, tiny, notices, around):
     library = Library(tmp_path / "l", on_notice=notices.append)
     library.add(tiny.model, tiny.tokenizer, TEXTS.items(), around(KVzip(keep_ratio=0.5)))
     hits, few = library.search("rent roses bank"), SnapKV(30, window_size=4)
@@ -240,7 +227,7 @@ def test_a_policy_that_drops_nothing_of_parted_heads_is_said(tmp_path, tiny, not
 
 
 @pytest.mark.parametrize("at", [-40, 3, None])
-def test_a_damaged_cache_is_named_read_again_and_mended(library, tiny, notices, at):
+def test_damaged_cache_is_named_and_read_again(library, tiny, notices, at):
     hits = library.search("rent", 1)
     right = answered(tiny, library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits, recompute=0))
     record = next(record for record in library.documents if record.name == "lease")
@@ -258,7 +245,7 @@ def test_a_damaged_cache_is_named_read_again_and_mended(library, tiny, notices, 
     assert sorted(whats(outcomes)) == ["mended", "skipped", "skipped"]
 
 
-def test_another_documents_cache_is_not_taken_for_it(library, tiny, notices):
+def test_cache_of_another_document_is_not_used(library, tiny, notices):
     one, other, _ = (library.path / "caches" / record.cache for record in library.documents)
     one.write_bytes(other.read_bytes())
     assert [fault.name for fault in library.verify()] == [library.documents[0].name]
@@ -268,7 +255,7 @@ def test_another_documents_cache_is_not_taken_for_it(library, tiny, notices):
     assert len(notices) == 1
 
 
-def test_a_damaged_record_is_named_and_added_again(library, tiny, notices):
+def test_damaged_record_is_named_and_added_again(library, tiny, notices):
     file = sorted((library.path / "documents").iterdir())[0]
     damage(file)
     assert [fault.path for fault in library.verify()] == [file]
@@ -279,7 +266,7 @@ def test_a_damaged_record_is_named_and_added_again(library, tiny, notices):
     assert library.verify() == []
 
 
-def test_what_killed_adders_left_goes_and_what_is_not_ours_stays(library, tiny):
+def test_leftovers_of_killed_adds_go_and_foreign_files_stay(library, tiny):
     record = library.documents[0]
     key = record.key
     own = [
@@ -306,14 +293,14 @@ def test_what_killed_adders_left_goes_and_what_is_not_ours_stays(library, tiny):
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "library.json", "library.lock"])
-def test_a_folder_of_somebody_else_is_refused_and_stays_as_it_is(tmp_path, name):
+def test_foreign_folder_is_refused_and_unchanged(tmp_path, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(LibraryError, match="library: "):
         Library(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
-def test_a_document_that_cannot_be_read_does_not_fix_a_new_librarys_method(tmp_path, tiny):
+def test_unreadable_document_does_not_set_the_policy_of_a_new_library(tmp_path, tiny):
     library, moved = Library(tmp_path / "new"), StreamingLLM(64)
     given = tiny.model, tiny.tokenizer, [("long", "The gate opens at nine. " * 40)]
     assert whats(library.add(*given, moved)) == ["failed"]
@@ -323,7 +310,7 @@ def test_a_document_that_cannot_be_read_does_not_fix_a_new_librarys_method(tmp_p
 
 
 @pytest.mark.parametrize("path", [None, 3, b"lib"], ids=repr)
-def test_what_is_no_path_is_refused_by_name(path, tiny):
+def test_invalid_path_is_refused_by_its_argument(path, tiny):
     for name, opened in (
         ("library", Library),
         ("path", lambda given: CompressedCache.load(given, tiny.model)),
@@ -335,7 +322,7 @@ def test_what_is_no_path_is_refused_by_name(path, tiny):
             opened("a\0b")
 
 
-def test_a_record_of_somebody_else_is_not_replaced(library, tiny):
+def test_foreign_record_is_not_replaced(library, tiny):
     library.remove(["loan"])
     loan = [("loan", TEXTS["loan"])]
     library.add(tiny.model, tiny.tokenizer, loan)
@@ -348,14 +335,14 @@ def test_a_record_of_somebody_else_is_not_replaced(library, tiny):
     assert file.read_text() == "mine"
 
 
-def test_a_library_of_a_later_version_is_refused(library):
+def test_library_of_a_later_version_is_refused(library):
     file = library.path / "library.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": "snapkv library 3"}))
     with pytest.raises(LibraryError, match="got 'snapkv library 3'"):
         Library(library.path)
 
 
-def test_what_are_no_pairs_or_no_list_of_names_is_refused(library, tiny):
+def test_invalid_documents_and_names_are_refused(library, tiny):
     """A name has a first and a second letter, and a text is a list of names of a letter each."""
     for documents in ({"lease": "Rent is due in May."}, "Rent is due", [("a", "b", "c")]):
         with pytest.raises(InvalidTypeError, match="documents: expected a Text or a pair of a"):
@@ -367,7 +354,7 @@ def test_what_are_no_pairs_or_no_list_of_names_is_refused(library, tiny):
         library.remove("a")
 
 
-def test_an_empty_text_and_two_texts_of_a_name_are_refused(library, tiny):
+def test_empty_texts_and_repeated_names_are_refused(library, tiny):
     with pytest.raises(ValueError, match="text: expected a text that is not empty in 'x'"):
         library.add(tiny.model, tiny.tokenizer, [("x", " \n")])
     with pytest.raises(ValueError, match="two different texts have the name 'x'"):

@@ -69,7 +69,7 @@ ARGUMENT, TYPE, MISMATCH = InvalidArgumentError, InvalidTypeError, CacheMismatch
 BLENDS = [
     (ARGUMENT, r"recompute: expected a number in \[0, 1\]", of("whole"), {"recompute": 1.1}),
     (ARGUMENT, "parts: expected at least one document", list, {}),
-    (TYPE, "parts: expected documents as snapkv_app.library.Part", lambda: ["text"], {}),
+    (TYPE, "parts: expected a list of Part objects", lambda: ["text"], {}),
     (MISMATCH, "LlamaForCausalLM.*part 1.*Qwen3ForCausalLM", of_two_models, {}),
     (MISMATCH, "part 2 does not begin with the prefix of 3 tokens", of_two_prefixes, {}),
     (ARGUMENT, "per query head in part 0", of_query_heads, {}),
@@ -97,7 +97,7 @@ BLENDS = [
 
 
 @pytest.mark.parametrize(("kind", "match", "make", "options"), BLENDS)
-def test_what_cannot_be_blended_is_refused_before_the_model_is_asked(kind, match, make, options):
+def test_invalid_parts_are_refused_before_the_model_runs(kind, match, make, options):
     blend(LLAMA, of("whole")(), recompute=0)  # from now on it is known how keys turn
     parts = make()
     model = parts[0].cache.model if "full attention" in match else LLAMA
@@ -107,7 +107,7 @@ def test_what_cannot_be_blended_is_refused_before_the_model_is_asked(kind, match
             joined_ids(parts)
 
 
-def test_keys_that_cannot_be_turned():
+def test_keys_that_cannot_be_rotated_are_refused():
     latent = tiny_model("deepseek_v3")
     parts = parts_of(latent, "whole", (5, 6))
     with pytest.raises(UnsupportedModelError, match=r"latent.*\. Read .* with recompute=1"):
@@ -120,7 +120,7 @@ def test_keys_that_cannot_be_turned():
         blend(dynamic, parts_of(dynamic, "whole", (5, 6)))
 
 
-def test_attention_that_takes_no_masks(monkeypatch):
+def test_attention_without_masks_is_refused(monkeypatch):
     model = tiny_model("llama")
     parts = parts_of(model, "whole", (5, 6))
     monkeypatch.setattr("snapkv_app.library.recomputing.IMPLEMENTATIONS", ("eager",))
@@ -134,7 +134,7 @@ def test_attention_that_takes_no_masks(monkeypatch):
     assert blend(model, parts, recompute=0).get_seq_length() == 11
 
 
-def test_a_part_is_what_its_cache_has_read():
+def test_part_needs_the_tokens_that_its_cache_has_read():
     model, ids = tiny_model("llama"), random_ids(1, 9)
     cache = read_part(model, ids, 0).cache
     with pytest.raises(CacheMismatchError, match="it has read 9 tokens, but input_ids has 8"):
@@ -149,7 +149,7 @@ def test_a_part_is_what_its_cache_has_read():
         Part(input_ids=ids, cache=cache, prefix_tokens="3")
 
 
-def test_parts_that_do_not_hold_their_tokens_where_they_stood():
+def test_parts_with_moved_tokens_are_refused():
     model, ids = tiny_model("llama"), random_ids(1, 20)
     with pytest.raises(InvalidArgumentError, match="keys and values on the device"):
         read_part(model, ids, 0, few(), recall="host")

@@ -72,7 +72,7 @@ def found(library, question=QUESTION):
 
 @pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_scores_are_bm25_of_what_is_there_whatever_is_changed_and_removed(tmp_path, seed, settled):
+def test_scores_are_bm25_of_the_present_documents(tmp_path, seed, settled):
     texts, draw = drawn_texts(seed), random.Random(seed)
     library = made(tmp_path / "l", texts, on_notice=pytest.fail)
     folder = Folder(library.path)
@@ -95,7 +95,7 @@ def test_scores_are_bm25_of_what_is_there_whatever_is_changed_and_removed(tmp_pa
     assert library.verify() == []
 
 
-def test_where_the_index_cannot_be_written_or_is_no_index_one_in_memory_does(tmp_path):
+def test_unusable_index_file_is_replaced_by_one_in_memory(tmp_path):
     notices, texts = [], drawn_texts(0)
     library = made(tmp_path / "l", texts, on_notice=notices.append)
     library._folder.index_file.mkdir()  # as in a folder that is read only, it cannot be opened
@@ -120,7 +120,7 @@ def test_where_the_index_cannot_be_written_or_is_no_index_one_in_memory_does(tmp
     assert library.verify() == []
 
 
-def test_a_flipped_byte_of_the_index_is_named_or_changes_nothing(tmp_path):
+def test_flipped_byte_of_the_index_is_named_or_harmless(tmp_path):
     library = made(tmp_path / "l", drawn_texts(1, count=30))
     wanted = library.search(QUESTION, 100)
     file = library._folder.index_file
@@ -135,7 +135,7 @@ def test_a_flipped_byte_of_the_index_is_named_or_changes_nothing(tmp_path):
     assert named > 50
 
 
-def test_a_word_of_the_index_that_is_another_is_named(tmp_path):
+def test_changed_word_of_the_index_is_named(tmp_path):
     library = made(tmp_path / "l", drawn_texts(1, count=30))
     library.search(QUESTION, 100)
     file = library._folder.index_file
@@ -148,7 +148,7 @@ def test_a_word_of_the_index_that_is_another_is_named(tmp_path):
     assert len(named) > 20
 
 
-def test_many_search_at_once_while_documents_come(tmp_path):
+def test_searches_during_adds_find_every_earlier_document(tmp_path):
     library = made(tmp_path / "l", drawn_texts(2))
     folder = Folder(library.path)
     with ThreadPoolExecutor(4) as pool:
@@ -164,7 +164,7 @@ def test_many_search_at_once_while_documents_come(tmp_path):
     assert library.verify() == []
 
 
-def test_a_record_that_was_damaged_in_its_place_is_named_and_its_document_not_found(tmp_path):
+def test_record_damaged_in_place_is_named_and_not_found(tmp_path):
     notices, texts = [], drawn_texts(3)
     library = made(tmp_path / "l", texts, on_notice=notices.append)
     os.utime(library.path / "documents", ns=(1, 1))  # long settled
@@ -199,7 +199,7 @@ CHINESE = {
 }
 
 
-def test_words_between_which_no_space_stands_are_found_by_neighbours(tmp_path):
+def test_words_of_scripts_without_spaces_are_found(tmp_path):
     library = made(tmp_path / "l", CHINESE | {"long": "春天到了。" * 300 + "番茄红了。" * 20})
     for question, names in {
         "租户什么时候可以终止租约?": ["lease", "loan"],
@@ -229,7 +229,7 @@ def test_words_between_which_no_space_stands_are_found_by_neighbours(tmp_path):
     ],
     ids=["ligature", "soft", "hyphen", "compound", "invisible", "full width", "question"],
 )
-def test_a_word_is_found_however_it_is_typeset(tmp_path, passage, question):
+def test_word_is_found_in_every_typesetting(tmp_path, passage, question):
     texts = {f"wall {n}": f"The garden is quiet, and the wall {n} is old." for n in range(4)}
     library = made(tmp_path / "l", texts | {"typeset": passage})
     (hit,) = library.search(question)
@@ -238,14 +238,14 @@ def test_a_word_is_found_however_it_is_typeset(tmp_path, passage, question):
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_word_is_found_in_every_script_and_form(tmp_path, name, form):
+def test_word_is_found_in_every_script_and_form(tmp_path, name, form):
     library = made(tmp_path / "l", SCRIPTS)
     for word in SCRIPTS[name].split():
         question = unicodedata.normalize(form, f'"{word}"*')
         assert [hit.name for hit in library.search(question)] == [name]
 
 
-def test_nobody_changes_the_index_while_what_was_found_is_looked_up(tmp_path, monkeypatch):
+def test_index_is_locked_while_found_documents_are_looked_up(tmp_path, monkeypatch):
     """A row that is free may get the passage of another document."""
     library, ranked = made(tmp_path / "l", drawn_texts(4)), searching._ranked
     wanted = library.search(QUESTION)
@@ -262,7 +262,7 @@ def test_nobody_changes_the_index_while_what_was_found_is_looked_up(tmp_path, mo
     assert library.search(QUESTION) == wanted
 
 
-def test_the_index_of_another_folder_is_brought_up_to_date(tmp_path):
+def test_index_copied_from_another_folder_is_updated(tmp_path):
     own, other = (made(tmp_path / name, {name: name}) for name in ("bbx", "ccx"))
     for library in (own, other):
         os.utime(library.path / "documents", ns=(1, 1))  # as archives set it
@@ -272,7 +272,7 @@ def test_the_index_of_another_folder_is_brought_up_to_date(tmp_path):
     assert own.verify() == []
 
 
-def test_a_word_of_one_character_is_found_but_not_the_end_of_a_contraction(tmp_path):
+def test_one_character_word_is_found_but_no_end_of_a_contraction(tmp_path):
     texts = {
         f"n{place}": f"chapter {place}: the hero is {name}" for place, name in enumerate("xyz")
     }
@@ -284,7 +284,7 @@ def test_a_word_of_one_character_is_found_but_not_the_end_of_a_contraction(tmp_p
     assert not found(library, "The")  # which is in every text, and is no word to find by
 
 
-def test_equal_documents_keep_their_order_when_one_was_added_again(tmp_path):
+def test_equal_documents_keep_their_order_after_one_is_added_again(tmp_path):
     texts = {f"n{place}": "bbx ccx" for place in range(4)}
     library = made(tmp_path / "l", texts)
     before = library.search("bbx")
@@ -293,7 +293,7 @@ def test_equal_documents_keep_their_order_when_one_was_added_again(tmp_path):
     assert library.search("bbx") == before
 
 
-def test_an_index_whose_last_change_was_cut_off_is_not_damaged(tmp_path):
+def test_index_with_an_interrupted_change_is_not_damaged(tmp_path):
     library = made(tmp_path / "l", drawn_texts(1))
     library.search(QUESTION)
     file, journal = library._folder.index_file, tmp_path / "l" / "words.sqlite-journal"
@@ -309,6 +309,6 @@ def test_an_index_whose_last_change_was_cut_off_is_not_damaged(tmp_path):
     assert not journal.exists()
 
 
-def test_passages_overlap_and_have_the_lines_that_they_touch():
+def test_passages_overlap_and_their_line_numbers_are_found():
     text = "\n".join(f"w{number}" for number in range(350))
     assert [lines_of(text, span) for span in passages(text)] == [(1, 200), (151, 350)]

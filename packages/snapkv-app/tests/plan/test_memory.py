@@ -50,7 +50,7 @@ def memory(monkeypatch):
         (torch.bfloat16, GIB // 8, "nothing was loaded. Choose a smaller model"),
     ],
 )
-def test_what_would_fit_is_said(memory, dtype, total, said):
+def test_error_names_a_size_that_would_fit(memory, dtype, total, said):
     memory(total)
     model = outline("llama-3.1-8b", dtype=dtype)
     takes = "15.0 GiB" if dtype == torch.bfloat16 else "29.9 GiB"
@@ -59,7 +59,7 @@ def test_what_would_fit_is_said(memory, dtype, total, said):
     assert said in str(raised.value)
 
 
-def test_what_fits_exactly_and_what_is_not_known_pass(memory):
+def test_weights_that_fit_exactly_or_have_unknown_size_pass(memory):
     model = outline("smollm2-135m", dtype=torch.float32)
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
     for total in (needed, None):
@@ -72,12 +72,12 @@ def test_what_fits_exactly_and_what_is_not_known_pass(memory):
     require_room("it", model, CPU)  # its bytes are not counted
 
 
-def test_the_memory_of_this_machine_is_more_than_what_is_free():
+def test_total_memory_exceeds_the_free_memory():
     assert device_memory.free_bytes(CPU) <= device_memory.total_bytes(CPU)
     assert device_memory.total_bytes(torch.device("meta")) is None
 
 
-def test_a_folder_needs_no_weights_to_be_refused(tmp_path):
+def test_too_large_model_is_refused_by_its_configuration(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ENORMOUS))
     with pytest.raises(
         OutOfMemoryError, match=r"more than the memory of cpu, .*; nothing was loaded"
@@ -99,7 +99,7 @@ def test_a_folder_needs_no_weights_to_be_refused(tmp_path):
         ("eager", 400, 0, False),
     ],
 )
-def test_what_would_fit_is_less_than_what_did_not(attention, prompt_tokens, free, fits):
+def test_suggested_prompt_length_fits_and_is_shorter(attention, prompt_tokens, free, fits):
     model = tiny_model("llama", attention)
     footprint, message = footprint_of_loaded(model), prompt_advice(model, prompt_tokens, free)
     found = re.search(r"about ([\d,]+) tokens would fit", message)
@@ -139,7 +139,7 @@ def test_a_limit_on_the_address_space_counts_as_memory(monkeypatch):
         (OSError(32, "Broken pipe"), False),
     ],
 )
-def test_what_is_out_of_memory_and_what_is_another_failure(error, taken):
+def test_only_memory_errors_become_out_of_memory_errors(error, taken):
     kind = OutOfMemoryError if taken else type(error)
     with pytest.raises(kind) as raised, out_of_memory_explained(lambda: "why"):
         raise error
@@ -147,7 +147,7 @@ def test_what_is_out_of_memory_and_what_is_another_failure(error, taken):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])
-def test_advice_counts_windows_latents_and_room_as_they_are_stored(family):
+def test_advice_counts_windows_latents_and_spare_slots_as_stored(family):
     model = tiny_model(family, "eager")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_advice_counts_windows_latents_and_room_as_they_are_stored(family):
     assert "a full cache would take" in prompt_advice(model, 300, None)
 
 
-def test_a_model_that_cannot_be_outlined_is_advised_without_numbers(monkeypatch):
+def test_advice_for_an_unknown_model_has_no_numbers(monkeypatch):
     def fail(*args, **options):
         raise UnsupportedModelError("model: looks at its data")
 

@@ -156,7 +156,7 @@ def draw_cells(title: str, rows: Sequence[Row], *, x: str, y: str, panel: str, v
     """Draw the numbers in the rows as heat maps, with one heat map for each value of `panel`.
 
     The fields `x` and `y` say where a number stands, and the field `value` is the number, from 0 to
-    1.
+    1. A cell whose number is None stays blank.
     """
     kinds = list(dict.fromkeys(row[panel] for row in rows))
     result = new_figure(4.6 * len(kinds), 4.2)

@@ -100,7 +100,7 @@ REFUSED = [
     (made(Needle, depths=102), "depths: expected at most 101"),
     (made(Needle, variant="fork"), "variant: expected one of magic-number, sandwich, got 'fork'"),
     (made(Instructions, lengths=(100,)), "lengths"),
-    (made(LongBench, datasets=("hotpot",)), "got 'hotpot'.* did you mean hotpotqa"),
+    (made(LongBench, datasets=("hotpot",)), "got 'hotpot'.* Did you mean hotpotqa"),
     (made(LongBench, code_similarity="jaro"), "code_similarity: expected one of difflib"),
     (made(RagPipeline, documents=(10, 30), retrieve=20), "retrieve: .* 30 documents, got 20"),
     (made(Ruler, tasks=("niah",)), r"tasks: expected some of .*, got niah\. Name those"),

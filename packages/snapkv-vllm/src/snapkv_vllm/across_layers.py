@@ -11,15 +11,15 @@ from snapkv_vllm.admission.methods import WithSpans
 
 
 def find_across_layers(policy: Policy | None) -> AcrossLayers | None:
-    """Return the method that shares a budget among all layers, without the spans around it, or
-    None.
+    """Return the method that shares one budget among all layers, without the spans that are wrapped
+    around it. The result is None if the method is another one.
     """
     inner = policy.policy if isinstance(policy, WithSpans) else policy
     return inner if isinstance(inner, AcrossLayers) else None
 
 
 def select_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: int) -> list[Tensor]:
-    """Select the tokens of all layers of a prompt together.
+    """Select the tokens of a prompt in all layers at once, because the layers share one budget.
 
     Args:
         policy: the method, which shares its budget among all layers.
@@ -44,7 +44,7 @@ def select_across(policy: Policy, layers: Iterable[PromptLayer], kept_tokens: in
 
 
 def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
-    """Return the scores of the tokens in a run of layers.
+    """Compute the scores of the tokens in a run of layers, as the shared budget compares them.
 
     Returns:
         (layers, H, T) float32; protected tokens have an infinite score.
@@ -56,7 +56,7 @@ def score_layers(policy: Policy, layer: PromptLayer) -> Tensor:
 
 
 def mask_best(scores_of_runs: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Return masks of the tokens with the best scores of all layers.
+    """Return masks that mark the tokens with the best scores of all layers together.
 
     Args:
         scores_of_runs: the (layers, H, T) scores of each run.

@@ -19,14 +19,16 @@ from snapkv_vllm.admission.plans import Move, Order, PromptPlan
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedSpec(FullAttentionSpec):
-    """The spec of layers with full attention whose requests may store fewer tokens than they have
+    """The spec for layers with full attention in which a request may store fewer tokens than it has
     computed.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedLatentSpec(MLAAttentionSpec):
-    """The same spec for layers with latent attention."""
+    """The spec for layers with latent attention in which a request may store fewer tokens than it
+    has computed.
+    """
 
 
 COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
@@ -37,13 +39,15 @@ COUNTERPARTS: dict[type[FullAttentionSpec], type[FullAttentionSpec]] = {
 
 
 def compress_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
-    """Return the counterpart of one of vLLM's specs, with the same fields."""
+    """Return this plugin's counterpart of one of vLLM's specs, with the same values in all
+    fields.
+    """
     own = {one.name: getattr(spec, one.name) for one in fields(spec) if one.init}
     return COUNTERPARTS[type(spec)](**own)
 
 
 def is_compressed(spec: Any) -> bool:
-    """Whether the KV cache group with this spec is compressed.
+    """Whether prompts are compressed in the KV cache group that has this spec.
 
     Raises:
         UnsupportedModelError: the group has layers with full attention and layers with a sliding
@@ -52,23 +56,23 @@ def is_compressed(spec: Any) -> bool:
     specs = getattr(spec, "kv_cache_specs", {"": spec}).values()  # layers of different sizes
     found = {type(one) in COUNTERPARTS.values() for one in specs}
     if len(found) > 1 or any(_has_window_among_full(one) for one in specs):
-        problem = "vLLM put layers with a sliding window into one group with full attention"
-        leave = "Leave --disable-hybrid-kv-cache-manager out"
-        remedy = f"{leave}, or serve the model with stock vLLM"
+        problem = "vLLM has put layers with a sliding window and with full attention into one group"
+        option = "Start the server without --disable-hybrid-kv-cache-manager"
+        remedy = f"{option}, or serve the model with stock vLLM"
         raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     return found == {True}
 
 
 def _has_window_among_full(spec: Any) -> bool:
-    """Whether vLLM treats a layer as one with full attention although it has a window."""
+    """Whether vLLM treats a layer with a sliding window as if it had full attention."""
     if not isinstance(spec, FullAttentionSpec):
         return False
     return spec.sliding_window is not None or spec.attention_chunk_size is not None
 
 
 class CompressedManager(FullAttentionManager):
-    """Counts the stored tokens of each request: its computed tokens without those that it has
-    dropped.
+    """vLLM's block manager for full attention, changed to count the tokens that a request stores:
+    all computed tokens without those that it has dropped.
 
     Attributes:
         dropped_tokens: how many tokens each compressed request has dropped.
@@ -89,16 +93,19 @@ class CompressedManager(FullAttentionManager):
         self.reservations: dict[str, tuple[list[KVCacheBlock], list[KVCacheBlock]]] = {}
 
     def exclusive_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """Return the blocks of a request that no other request uses, the last one first."""
+        """Return the blocks of a request that no other request uses, in reverse order, so that the
+        last block comes first.
+        """
         return [one for one in reversed(self.req_to_blocks.get(request_id, ())) if one.ref_cnt == 1]
 
     def blocks_to_reserve(self, request_id: str, seen_tokens: int, step_tokens: int) -> int:
-        """Return how many blocks must be reserved for the tokens that a request keeps in this step.
+        """Return how many blocks must be reserved for the tokens that a request keeps at the end of
+        this step.
 
-        0 if nobody else may read the blocks of the request, because then the kept tokens move to
-        the first of them. Otherwise its blocks are freed unchanged, and the kept tokens move to
-        other blocks: with prefix caching they can be found by their content, and blocks of a
-        history belong to the history.
+        The result is 0 if no other request may read the blocks of this request, because then the
+        kept tokens move to the first of these blocks. Otherwise its blocks are freed unchanged, and
+        the kept tokens move to other blocks: with prefix caching other requests can find the old
+        blocks by their content, and blocks of a history belong to the history.
         """
         plan, dropped = self.plans.get(request_id), self.dropped_tokens.get(request_id, 0)
         if plan is None or not self._is_shared(request_id):
@@ -108,13 +115,13 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def _is_shared(self, request_id: str) -> bool:
-        """Whether others may read the blocks of a request."""
+        """Whether other requests may read the blocks of this request."""
         if request_id in self._begun_with_history:
             return True
         return bool(self.enable_caching) and not self.dropped_tokens.get(request_id, 0)
 
     def reserve(self, request_id: str, blocks: int, fresh_blocks: int) -> None:
-        """Reserve blocks for the tokens that a request keeps in this step.
+        """Reserve blocks for the tokens that a request keeps at the end of this step.
 
         Args:
             request_id: the id of the request.
@@ -127,8 +134,8 @@ class CompressedManager(FullAttentionManager):
         self.reservations[request_id] = self.block_pool.get_new_blocks(fresh_blocks), own
 
     def compress(self, request_id: str, order: Order) -> Move:
-        """Free the blocks of a request that its kept tokens do not need, and return where these
-        tokens move.
+        """Free the blocks that a request no longer needs after a compression, and return from which
+        blocks to which blocks its kept tokens move.
         """
         blocks = self.req_to_blocks[request_id]
         reserved = order.reserved_tokens(self.block_size)
@@ -153,8 +160,8 @@ class CompressedManager(FullAttentionManager):
         return dropped == dropped_tokens and blocks * self.block_size >= tokens
 
     def pin_blocks(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
-        """Pin and return the blocks of the first `tokens` stored tokens, which then outlive the
-        request.
+        """Pin the blocks of the first `tokens` stored tokens, so that they stay allocated after the
+        request has ended, and return them.
         """
         of_request: list[KVCacheBlock] = self.req_to_blocks[request_id]
         blocks = of_request[: cdiv(tokens, self.block_size)]
@@ -168,7 +175,11 @@ class CompressedManager(FullAttentionManager):
         self.block_pool.free_blocks(reversed(blocks))
 
     def count_unused_blocks(self, kept: Iterable[Sequence[KVCacheBlock]]) -> int:
-        """Count the pinned blocks that no request uses. `kept` has the blocks of each history."""
+        """Count the pinned blocks that are not used by any request.
+
+        Args:
+            kept: the blocks of each history; a block that several histories share is counted once.
+        """
         blocks = {block.block_id: block for of_one in kept for block in of_one}
         return sum(one.ref_cnt <= self._pins[number] for number, one in blocks.items())
 
@@ -200,9 +211,8 @@ class CompressedManager(FullAttentionManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Give a request the blocks with which it begins.
-
-        Histories need this without prefix caching as well.
+        """Assign to a request the blocks with which it begins. Histories need this even if prefix
+        caching is disabled.
         """
         if self.enable_caching or not new_computed_blocks:
             super().add_local_computed_blocks(
@@ -227,10 +237,9 @@ class CompressedManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         **kwargs: Any,
     ) -> int:
-        """Return how many more blocks a request needs, including those for the tokens that it will
-        keep.
-
-        With `apply_admission_cap` this is the most that it will need at any time.
+        """Return how many more blocks a request needs, including the blocks for the tokens that it
+        will keep. With `apply_admission_cap` the result is the largest number that it will need at
+        any time.
         """
         plan = self.plans.get(request_id)
         if apply_admission_cap and plan is not None:
@@ -261,9 +270,8 @@ class CompressedManager(FullAttentionManager):
         return blocks
 
     def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Offer full blocks to other requests.
-
-        Those of a compressed request are no prefix and are not offered.
+        """Add the full blocks of a request to the prefix cache, unless the request was compressed,
+        because compressed blocks are not the prefix of any prompt.
         """
         if request.request_id not in self.dropped_tokens:
             super().cache_blocks(request, num_tokens, *args, **kwargs)
@@ -277,7 +285,8 @@ class CompressedManager(FullAttentionManager):
 
 
 def cache_only_exact_blocks(coordinator: Any, plans: Mapping[str, PromptPlan]) -> None:
-    """Patch vLLM's coordinator so that it offers no blocks that were computed after a compression.
+    """Patch vLLM's coordinator so that it does not add blocks to the prefix cache that were
+    computed after a compression.
 
     Layers with a window or a recurrent state are not compressed, but after a compression their
     states depend on the layers that are.
@@ -298,7 +307,9 @@ def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
 
 
 class CompressedBlocks:
-    """The blocks of compressed requests in all KV cache groups with full attention."""
+    """The blocks of compressed requests in all KV cache groups with full attention, as one object
+    for the scheduler.
+    """
 
     def __init__(
         self, managers: Mapping[int, CompressedManager], plans: Mapping[str, PromptPlan]
@@ -308,13 +319,15 @@ class CompressedBlocks:
             manager.plans = plans
 
     def dropped_tokens(self, request_id: str) -> int:
-        """Return how many tokens the request has dropped, which is the same in every group."""
+        """Return how many tokens a request has dropped; this number is the same in every KV cache
+        group.
+        """
         return next(iter(self._managers.values())).dropped_tokens.get(request_id, 0)
 
     @property
     def lack_blocks(self) -> bool:
-        """Whether the last request that asked for blocks lacks some for the tokens that it will
-        keep.
+        """Whether the last request that asked for blocks needs more blocks than its own for the
+        tokens that it will keep.
         """
         return any(manager.missing_blocks for manager in self._managers.values())
 
@@ -329,8 +342,8 @@ class CompressedBlocks:
     def reserve(
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
     ) -> None:
-        """Reserve blocks for the tokens that a request keeps in a step, after the blocks of the
-        step were allocated.
+        """Reserve blocks for the tokens that a request keeps in a step. The blocks of the step
+        itself must be allocated before.
 
         Blocks of the pool are used while more than `others_blocks` are free. Then the request's own
         blocks stay in the prefix cache, and other requests of the step find blocks.
@@ -347,14 +360,15 @@ class CompressedBlocks:
             manager.reserve(request_id, needed, min(needed, spare + least.pop(manager)))
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
-        """Free the blocks of a request that its kept tokens do not need, in every group."""
+        """Free the blocks that a request no longer needs after a compression in every KV cache
+        group, and return one move per group.
+        """
         return tuple(manager.compress(request_id, order) for manager in self._managers.values())
 
 
 def register_spec() -> None:
-    """Register the specs and their manager with vLLM in this process.
-
-    They have no effect until they are used.
+    """Register the specs of this plugin and their block manager with vLLM in this process. They
+    have no effect until a worker uses them.
     """
     KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # registers vLLM's own specs first
     for spec in COUNTERPARTS.values():
@@ -373,7 +387,7 @@ def find_compressed_managers(managers: Sequence[Any]) -> dict[int, Any]:
     found = {group: one for group, one in enumerate(managers) if type(one) is CompressedManager}
     if not found:
         kinds = ", ".join(type(manager).__name__ for manager in managers)
-        problem = f"no group of blocks can be compressed, because the managers are {kinds}"
+        problem = f"there are no blocks that can be compressed, because the managers are {kinds}"
         remedy = "Pass worker_cls and scheduler_cls together, as snapkv_vllm.engine_args does"
         raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     return found

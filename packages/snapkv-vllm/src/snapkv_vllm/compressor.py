@@ -20,7 +20,9 @@ from snapkv_vllm.layouts import pad_tokens, slot_numbers
 
 @dataclass
 class QueryRecorder:
-    """Records the queries that will vote while vLLM's model runs, chunk by chunk."""
+    """Records the queries that will vote on the tokens of a prompt. vLLM's model computes them in
+    one or several chunks.
+    """
 
     # by request, the rows of this step's batch whose queries are recorded
     rows_of_requests: dict[str, slice] = field(default_factory=dict)
@@ -28,7 +30,7 @@ class QueryRecorder:
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def attach(self, name: str, layer: VotingLayer) -> None:
-        """Record the queries of a layer from now on."""
+        """Record the queries that an attention layer computes from now on."""
 
         def record(query: Tensor) -> None:
             for request_id, rows in self.rows_of_requests.items():
@@ -38,7 +40,8 @@ class QueryRecorder:
         layer.add_query_listener(record)
 
     def take_queries(self, request_id: str, name: str, window: int) -> Tensor:
-        """Return the recorded queries of a request in one layer.
+        """Return the queries of a request that were recorded in one layer. They stay recorded until
+        `forget`.
 
         Returns:
             A tensor of shape (1, Hq, W, D).
@@ -59,7 +62,9 @@ class QueryRecorder:
 
 
 class Compressor:
-    """Selects the tokens that requests keep, and moves their keys and values to other blocks."""
+    """Compresses requests on one worker: it selects the tokens that each request keeps, and moves
+    their keys and values to other blocks.
+    """
 
     def __init__(
         self,
@@ -83,23 +88,22 @@ class Compressor:
             recorder.attach(name, layer)
 
     def bind_caches(self, block_tokens: Mapping[int, int]) -> None:
-        """Look up the layout of every layer, after vLLM has allocated the caches.
+        """Look up the memory layout of every layer. vLLM must have allocated the caches before.
 
         Args:
             block_tokens: the size of the scheduler's blocks, by KV cache group.
 
         Raises:
-            UnsupportedModelError: a block is no multiple of the block of an attention backend.
+            UnsupportedModelError: the block size of a KV cache group is not a multiple of the block
+                size of an attention backend.
         """
         self._block_tokens = dict(block_tokens)
         for group, layers in self._groups.items():
             for name, layer in layers.items():
                 found, expected = layer.cache.shape[2], block_tokens[group]
                 if expected % found:
-                    problem = (
-                        f"blocks of {expected} tokens cannot be cut into the {found} of {name}"
-                    )
-                    remedy = f"Pass --block-size {found}"
+                    problem = f"the block size {expected} is not a multiple of {found} in {name}"
+                    remedy = f"Start the server with --block-size {found}"
                     raise wrong("snapkv", problem, remedy, UnsupportedModelError)
         self._runs = list(layer_runs(self._groups))
 
@@ -118,13 +122,16 @@ class Compressor:
                 self.forget(request)
 
     def _split_runs(self, move: Move, prompt_tokens: int, kept_tokens: int) -> Iterator[LayerRun]:
-        """Yield the layers of a KV cache group, as many at a time as may be copied at once."""
+        """Yield the layers of one KV cache group in runs that are small enough to be copied at
+        once.
+        """
         for run in self._runs:
             if run.group == move.group:
                 yield from run.split_by_memory(prompt_tokens, kept_tokens)
 
     def _move(self, runs: Sequence[LayerRun], request: str, order: Order, move: Move) -> None:
-        """Read what some layers keep of a request, then write it into the target blocks.
+        """Read the tokens that some layers keep of a request, and then write them into the target
+        blocks.
 
         No other request of the step reads the target blocks. All runs are read before one is
         written, because layers that share pages may write to a page that another layer still has to
@@ -165,7 +172,7 @@ class Compressor:
     def _select_across(
         self, runs: Sequence[LayerRun], request: str, order: Order, sources: Tensor
     ) -> list[Tensor]:
-        """Select the tokens of all layers together, which share one budget.
+        """Select the tokens of all layers together, because the layers share one budget.
 
         Returns:
             (layers, H, T) bool for each run, True for each token that is kept.
@@ -187,7 +194,8 @@ class Compressor:
         return masks
 
     def _record_counts(self, run: LayerRun, request: str, order: Order, kept: Tensor) -> Tensor:
-        """Record how many tokens each head keeps, and return these numbers.
+        """Record in `HeadsAttention` how many tokens each head keeps, and return these numbers
+        unchanged.
 
         Args:
             run: the layers.
@@ -201,7 +209,7 @@ class Compressor:
         return kept
 
     def _select_tokens(self, run: LayerRun, request: str, order: Order, keys: Tensor) -> Tensor:
-        """Select the tokens that a run of layers keeps.
+        """Select the tokens that a request keeps in a run of layers.
 
         Returns:
             (layers, H or 1, K) int64 slots; shorter rows begin with -1.
@@ -242,15 +250,15 @@ class Compressor:
 
 
 def _matches_order(keep: Tensor, order: Order) -> bool:
-    """Whether as many tokens are kept as the scheduler has counted."""
+    """Whether the number of kept tokens is the number that the scheduler has counted with."""
     if not order.per_head_budget:
         return keep.shape[-1] == order.kept_tokens
     return bool(((keep >= 0).sum(dim=(1, 2)) == order.kept_tokens * keep.shape[1]).all())
 
 
 class HeldPositions:
-    """The positions of the tokens that requests of sessions keep, by layer and by the first of the
-    request's blocks.
+    """The positions of the tokens that the requests of sessions keep. They are stored by layer and
+    by the first block of the request.
     """
 
     def __init__(self) -> None:
@@ -277,7 +285,7 @@ class HeldPositions:
         return keep
 
     def _stored_positions(self, run: LayerRun, order: Order, device: torch.device) -> Tensor | None:
-        """Return the position of each stored token.
+        """Return the position in the conversation of each token that is still stored.
 
         Returns:
             (layers, H, held) int64; None if nothing was dropped, because slots are then positions.

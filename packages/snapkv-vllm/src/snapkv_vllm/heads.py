@@ -23,15 +23,15 @@ from snapkv_vllm.refusals import require_shared_pages
 
 @dataclass(frozen=True)
 class HeadPlaces:
-    """The places of the pages of each head among all pages of a request, if heads keep different
-    numbers of tokens.
+    """Computes where the pages of each head lie among all pages of a request, if the heads keep
+    different numbers of tokens.
     """
 
     kept: Tensor  # (..., H) int64, the tokens of each head at the end of the prompt
     page_tokens: int
 
     def page_places(self, pages: Tensor) -> Tensor:
-        """Return the places of some pages of every head.
+        """Return where some pages of every head lie among all pages of the request.
 
         Args:
             pages: (..., H or 1, N) int64, page numbers of a head, counted from its first token.
@@ -45,7 +45,7 @@ class HeadPlaces:
         return torch.where(pages < first, before + pages, grown)
 
     def make_output(self, states: Tensor, slots: int) -> Tensor:
-        """Create the tensor of zeros that `scatter` fills.
+        """Create the tensor of zeros into which `scatter` writes the kept states.
 
         Returns:
             A tensor of shape (..., H * slots + 1, D), whose last row takes padding.
@@ -70,7 +70,13 @@ class HeadPlaces:
         found.scatter_(-2, index, states.flatten(-3, -2))
 
     def _targets(self, longest: int, slots: int, some: slice) -> Tensor:
-        """Return the row of the output into which each token of some heads is written.
+        """Return the row of the output tensor into which each token of some heads is written.
+
+        Args:
+            longest: the largest number of tokens of one head, to which all heads are padded on the
+                left.
+            slots: how many slots the request has per head.
+            some: the range of the heads.
 
         Returns:
             int64 (..., h, K), where K is `longest` and tokens are right-aligned. Padding gets row H
@@ -101,14 +107,16 @@ class HeadPlaces:
 
 @dataclass(frozen=True)
 class HeadPages:
-    """The caches of layers that share pages. A block is one page for each of their KV heads."""
+    """The caches of one or several layers, seen as pages. Each block of vLLM consists of one page
+    for each KV head of these layers.
+    """
 
     # A view of (pages, 1, block_tokens, 2 * D). If the strides of tokens are larger than those of
     # heads, pages overlap, and most page numbers belong to no head of a block.
     cache: Tensor
-    of_block: int  # the difference between page numbers of successive blocks
-    of_head: int  # the same for heads
-    of_layer: int  # the same for layers
+    block_step: int  # the difference between page numbers of successive blocks
+    head_step: int  # the same for heads
+    layer_step: int  # the same for layers
     heads: int  # KV heads of a layer
     layers: int
 
@@ -125,21 +133,21 @@ class HeadPages:
         block, head, token, number = first.stride()
         layer = caches[1].storage_offset() - first.storage_offset() if layers > 1 else 0
         step = math.gcd(block, head if heads > 1 else 0, layer)
-        of_block, of_layer = block // step, layer // step
-        of_head = head // step if heads > 1 else 0
-        pages = (blocks - 1) * of_block + (heads - 1) * of_head + (layers - 1) * of_layer + 1
+        block_step, layer_step = block // step, layer // step
+        head_step = head // step if heads > 1 else 0
+        pages = (blocks - 1) * block_step + (heads - 1) * head_step + (layers - 1) * layer_step + 1
         view = first.as_strided((pages, 1, tokens, size), (step, step, token, number))
-        return cls(view, of_block, of_head, of_layer, heads, layers)
+        return cls(view, block_step, head_step, layer_step, heads, layers)
 
     def page_numbers(self, blocks: Tensor, places: Tensor) -> Tensor:
         """Return the numbers of the pages at `places` in `blocks`."""
         head, layer = places % self.heads, places // self.heads % self.layers
-        return blocks * self.of_block + head * self.of_head + layer * self.of_layer
+        return blocks * self.block_step + head * self.head_step + layer * self.layer_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedRows:
-    """The requests of a batch whose heads store different numbers of tokens."""
+    """The requests of a batch whose KV heads store different numbers of tokens."""
 
     starts: Sequence[int] = ()  # where the tokens of each request begin in the batch
     counts: Sequence[int] = ()  # how many tokens each request has in this step
@@ -150,7 +158,8 @@ class CompressedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Every head of some requests as a sequence with one KV head, in some layers that are alike.
+    """The heads of some requests in layers that are alike, where each head is a sequence with one
+    KV head.
 
     Sequences are ordered by request, then by head. Their tokens follow each other.
     """
@@ -175,7 +184,8 @@ def make_sequences(
     pages: HeadPages,
     max_tokens: int,
 ) -> Sequences:
-    """Build the sequences of some requests.
+    """Build a sequence for each head of some requests, in the form that vLLM's attention kernels
+    read.
 
     Args:
         batch: the requests.
@@ -222,9 +232,8 @@ def make_sequences(
 
 
 def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
-    """Split the heads that share pages into the layers to which they belong.
-
-    `_join_layers` is the inverse.
+    """Split the heads that share pages into the layers to which they belong. `_join_layers` is the
+    inverse.
 
     Args:
         of_heads: (N, requests, H, ...), where H are the heads that share pages.
@@ -239,7 +248,7 @@ def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
 
 
 def _join_layers(of_layers: Tensor, layers: int) -> Tensor:
-    """Join the heads of the layers that share pages.
+    """Join the heads of all layers that share pages. `_split_layers` is the inverse.
 
     Args:
         of_layers: (layers, requests, Hkv).
@@ -281,8 +290,8 @@ def sequence_metadata(
 def _cpu_plan(
     plain: Any, found: Sequences, layer: int, builder: Any, group_size: int
 ) -> dict[str, Any]:
-    """Return the distribution of work among threads, which vLLM's builder also requests from the
-    kernel.
+    """Return how the CPU kernel distributes the work among threads. vLLM's own builder requests
+    this from the kernel in the same way.
     """
     from vllm import _custom_ops as ops
     from vllm import envs
@@ -319,12 +328,14 @@ class _KeptHeads:
 
     prompt_tokens: int
     max_tokens: int = 0
-    of_layers: dict[str, Tensor] = field(default_factory=dict)
+    counts_by_layer: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class _LayerStep:
-    """What a layer does in a step for the requests whose heads differ."""
+    """The data with which a layer runs one step for the requests whose heads store different
+    numbers of tokens.
+    """
 
     found: Sequences
     pages: HeadPages
@@ -332,7 +343,7 @@ class _LayerStep:
     covers_batch: bool
 
     def select_states(self, states: Tensor) -> Tensor:
-        """Select the states of the sequences from those of the whole batch.
+        """Select the states that belong to the sequences from the states of the whole batch.
 
         Args:
             states: (tokens, Hkv * G, D) states of the batch.
@@ -347,8 +358,8 @@ class _LayerStep:
 
 
 class HeadsAttention:
-    """Patches vLLM's attention so that it sees each head of some requests as a sequence with one KV
-    head.
+    """Patches vLLM's attention so that each KV head of a compressed request is treated as a
+    separate sequence with one KV head.
 
     For the other requests of a batch nothing changes. vLLM's kernels run over the whole batch, but
     of these requests they see only the new tokens and store none of them; then their output is
@@ -381,7 +392,7 @@ class HeadsAttention:
             prompt_tokens: the length of the prompt.
         """
         counts = self._kept.setdefault(request, _KeptHeads(prompt_tokens))
-        counts.of_layers[layer] = kept
+        counts.counts_by_layer[layer] = kept
         counts.max_tokens = max(counts.max_tokens, int(kept.max()))
 
     def forget(self, request: str) -> None:
@@ -390,9 +401,11 @@ class HeadsAttention:
             self._places.clear()  # another request may get the same id
 
     def begin_step(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """Look up which requests of the batch have different heads.
+        """Look up which requests of the batch have heads that store different numbers of tokens.
 
-        `query_ends` is where the tokens of each request end.
+        Args:
+            requests: the ids of the requests, in the order of the batch.
+            query_ends: where the tokens of each request end in the batch.
         """
         starts = (0, *query_ends[:-1])
         rows = tuple(row for row, request in enumerate(requests) if request in self._kept)
@@ -410,14 +423,14 @@ class HeadsAttention:
         self._steps.clear()
 
     def patch_layer(self, name: str, layer: Any) -> None:
-        """Patch one of vLLM's attention layers, so that it attends and stores for the sequences as
-        well.
+        """Patch one of vLLM's attention layers so that it also computes attention and stores new
+        tokens for the sequences of each step.
         """
         impl = layer.impl
         single = _single_head_impl(impl)
         forward, update = impl.forward, impl.do_kv_cache_update
 
-        def forward_beside(
+        def forward_with_sequences(
             layer: Any, query: Tensor, key: Any, value: Any, cache: Any, metadata: Any, **more: Any
         ) -> Any:
             step = self._steps.get(name)
@@ -427,7 +440,7 @@ class HeadsAttention:
                 _attend(single, step, layer, query, more["output"])
             return more["output"]
 
-        def update_beside(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Any) -> None:
+        def store_states(layer: Any, key: Tensor, value: Tensor, cache: Any, slots: Any) -> None:
             step = self._steps.get(name)
             if step is None or not step.covers_batch:
                 update(layer, key, value, cache, slots)
@@ -435,7 +448,7 @@ class HeadsAttention:
                 new = step.select_states(key), step.select_states(value)
                 single.do_kv_cache_update(layer, *new, step.pages.cache, step.metadata.slot_mapping)
 
-        impl.forward, impl.do_kv_cache_update = forward_beside, update_beside
+        impl.forward, impl.do_kv_cache_update = forward_with_sequences, store_states
         self._layers[name] = layer
 
     def patch_builder(self, builder: Any) -> None:
@@ -460,7 +473,7 @@ class HeadsAttention:
         group_size = layers[0].impl.num_heads // pages[0].heads
 
         # The names are those of vLLM: 0.31 passes them by keyword, later releases by position.
-        def build_beside(
+        def build_with_sequences(
             common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
         ) -> Any:
             if not self._batch.rows:
@@ -473,7 +486,7 @@ class HeadsAttention:
                 self._steps[name] = _LayerStep(found, pages[layer], own, self._batch.is_complete)
             return plain
 
-        builder.build = build_beside
+        builder.build = build_with_sequences
 
     def _sequences(self, names: Sequence[str], common: Any, pages: HeadPages) -> Sequences:
         """Build the sequences of this step for the layers `names`, which share `pages`."""
@@ -499,21 +512,20 @@ class HeadsAttention:
     def _places_of(
         self, names: Sequence[str], kept: Sequence[_KeptHeads], pages: HeadPages
     ) -> HeadPlaces:
-        """Return the places of the heads of this batch.
-
-        They are kept for later steps with the same requests.
+        """Return where the pages of each head of this batch lie. The result is kept for later steps
+        with the same requests.
         """
         requests, places = self._places.get(names[0], ((), None))
         if places is None or requests != self._batch.requests:
-            layers = [torch.stack([one.of_layers[name] for one in kept]) for name in names]
+            layers = [torch.stack([one.counts_by_layer[name] for one in kept]) for name in names]
             together = _join_layers(torch.stack(layers), pages.layers)
             places = HeadPlaces(together, pages.cache.shape[2])
             self._places[names[0]] = self._batch.requests, places
         return places
 
     def _hide_compressed_rows(self, common: Any) -> Any:
-        """Return `CommonAttentionMetadata` in which requests with different heads store only this
-        step's tokens.
+        """Return a copy of vLLM's metadata in which the compressed requests of the batch store only
+        the new tokens of the step.
 
         Changes `common.slot_mapping` in place, because layers store new tokens by it as well.
         """
@@ -537,9 +549,9 @@ def _single_head_impl(impl: Any) -> Any:
 
 
 def _attend(single: Any, step: _LayerStep, layer: Any, query: Tensor, output: Tensor) -> None:
-    """Compute the attention of the sequences, and write it into the output of the batch.
+    """Compute the attention of the sequences, and write the result into the output of the batch.
 
-    Changes `output`, (tokens, Hq, D), in place.
+    Changes `output`, of shape (tokens, Hq, D), in place.
     """
     queries = step.select_states(query)
     answers = output.view(-1, *queries.shape[1:])

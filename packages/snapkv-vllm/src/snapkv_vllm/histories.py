@@ -24,7 +24,7 @@ BLOCK = 256
 
 @dataclass(frozen=True, eq=False)
 class DigestedTokens:
-    """Token ids with a digest of every prefix that consists of whole blocks.
+    """Token ids with a digest of each prefix that consists of whole blocks of `BLOCK` tokens.
 
     The time to compare two of them hardly depends on their length, so a prompt can be compared with
     many histories.
@@ -35,7 +35,9 @@ class DigestedTokens:
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
-        """Copy and digest `ids`, in a time that is linear in their number."""
+        """Copy token ids and compute their digests, in a time that is linear in the number
+        of ids.
+        """
         copied = np.array(ids, dtype=np.int32)
         digest, digests = hashlib.blake2b(digest_size=16), []
         for end in range(BLOCK, len(copied) + 1, BLOCK):
@@ -47,11 +49,11 @@ class DigestedTokens:
         return len(self.ids)
 
     def truncate(self, tokens: int) -> Self:
-        """Return the first `tokens` tokens."""
+        """Return the first `tokens` tokens with their digests."""
         return type(self)(self.ids[:tokens], self.digests[: tokens // BLOCK])
 
     def count_common_tokens(self, other: "DigestedTokens") -> int:
-        """Count the first tokens that are the same in both.
+        """Count the tokens at the beginning that are the same in both objects.
 
         Equal digests are taken for equal tokens; `has_same_prefix` compares the tokens themselves.
         """
@@ -80,7 +82,7 @@ cache salt.
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedPrefix:
-    """The part of a history that was compressed, and the spans that its requests asked for.
+    """The part of a history that has been compressed, and the spans that its requests have edited.
 
     Attributes:
         tokens: how many tokens were computed at the last compression; 0 if there was none. All
@@ -98,11 +100,12 @@ class CompressedPrefix:
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens are no longer stored."""
+        """How many tokens of this part are no longer stored."""
         return self.tokens - self.kept_tokens
 
     def remaining_edits(self, requested: RequestSpans, protected: Spans) -> RequestSpans | None:
-        """Return the edits of a new request that the history does not contain yet.
+        """Return the edits of spans that a new request asks for and that the history does not
+        contain yet.
 
         Args:
             requested: the spans that the request drops, protects or compresses.
@@ -123,7 +126,9 @@ class CompressedPrefix:
 
 @dataclass(kw_only=True, eq=False)
 class History:
-    """The tokens that a request has computed, and the blocks that store the kept ones."""
+    """A stored history: the tokens that a request has computed, and the blocks that store the kept
+    ones.
+    """
 
     owner: Owner
     prompt: bytes  # a digest of the prompt, which is the same if a request is sent again
@@ -140,24 +145,24 @@ class History:
 
     @property
     def first_block(self) -> int:
-        """The number of its first block, which identifies it on the workers."""
+        """The number of the first block of the history. Workers use it to identify the history."""
         block: int = self.blocks[0][0].block_id
         return block
 
     @property
     def held_tokens(self) -> int:
-        """How many tokens are stored per KV head."""
+        """How many tokens of the history are stored per KV head."""
         return len(self.tokens) - self.compressed.dropped_tokens
 
     def block_count(self, sizes: Sequence[int]) -> int:
-        """Return how many blocks it takes in groups with blocks of these sizes, including shared
-        blocks.
+        """Return how many blocks the history takes in KV cache groups with these block sizes.
+        Blocks that it shares with other histories are counted as well.
         """
         return sum(-(-self.held_tokens // size) for size in sizes)
 
     def usable_tokens(self, same: int, block_tokens: int) -> int:
-        """Return how many first tokens a request can take from the blocks of this history; 0 for
-        none.
+        """Return how many tokens at its beginning a request can take from the blocks of this
+        history; 0 if it cannot use the history.
 
         These are full blocks, if one ends after the last compression. Otherwise the request
         continues in the last block and overwrites what follows, so no other request may use the
@@ -192,7 +197,8 @@ Item = TypeVar("Item", bound=_Owned)
 def choose_evictions(
     idle: Sequence[Item], taken: Counter[str], most: int, size_of: Callable[[Item], int]
 ) -> tuple[list[Item], int]:
-    """Choose which idle items are evicted, always from the tenant that takes most.
+    """Choose which idle items are evicted, always the least recently used one of the tenant that
+    takes most.
 
     Every tenant that takes anything has an equal share of `most`, and may also use what others
     leave free. An item within the share of its tenant is never evicted.

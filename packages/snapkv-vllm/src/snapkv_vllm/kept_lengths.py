@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class KeptLengths:
-    """The numbers of stored tokens of a batch. The runner's own lengths count all computed tokens.
+    """The numbers of stored tokens of the requests in a batch. The runner's own lengths count all
+    computed tokens.
 
     The buffers live as long as the runner. CUDA graphs that read them during capture therefore read
     the lengths of the current step during replay.
@@ -22,7 +23,12 @@ class KeptLengths:
         self._has_dropped = False
 
     def begin_step(self, requests: Sequence[str], dropped: Mapping[str, int]) -> None:
-        """Set how many tokens each request of this batch has dropped."""
+        """Set how many tokens each request of the batch has dropped, before the step is run.
+
+        Args:
+            requests: the ids of the requests, in the order of the batch.
+            dropped: how many tokens a request has dropped, for the requests that have dropped any.
+        """
         self.end_step()
         self._has_dropped = any(request in dropped for request in requests)
         if self._has_dropped:
@@ -33,14 +39,15 @@ class KeptLengths:
             self._dropped.copy_(self._dropped_cpu, non_blocking=True)
 
     def end_step(self) -> None:
-        """Reset the dropped counts to zero, because a dummy batch may follow."""
+        """Reset the numbers of dropped tokens to zero, because a dummy batch may follow."""
         if self._has_dropped:
             self._dropped_cpu.zero_()
             self._dropped.zero_()
             self._has_dropped = False
 
     def stored_positions(self, positions: Tensor, query_start_loc: Tensor) -> Tensor | None:
-        """Return where the new tokens of a batch lie among the stored tokens.
+        """Return the positions of the new tokens of a batch, counted without the tokens that were
+        dropped.
 
         Args:
             positions: (tokens,) int64, the true positions of the tokens of the batch.
@@ -58,7 +65,7 @@ class KeptLengths:
 
     def patch_builder(self, builder: Any) -> None:
         """Patch one of vLLM's attention metadata builders so that it gets the numbers of stored
-        tokens.
+        tokens instead of computed tokens.
         """
         build = builder.build
 
@@ -70,7 +77,8 @@ class KeptLengths:
         builder.build = build_for_held
 
     def convert(self, metadata: Any) -> Any:
-        """Return a copy of vLLM's `CommonAttentionMetadata` whose lengths count stored tokens.
+        """Return a copy of vLLM's `CommonAttentionMetadata` in which the lengths are the numbers of
+        stored tokens.
 
         The lengths are a view of this object's buffer, which the next call overwrites.
         """
@@ -84,7 +92,8 @@ class KeptLengths:
 
 
 def replace_lengths(metadata: Any, lengths: Tensor, bound: Tensor | None = None) -> Any:
-    """Return a copy of vLLM's `CommonAttentionMetadata` with other lengths.
+    """Return a copy of vLLM's `CommonAttentionMetadata` in which the lengths of the requests are
+    replaced by other lengths.
 
     Args:
         metadata: the metadata of a batch.

@@ -19,7 +19,8 @@ MAX_COPY_BYTES = 16 << 20
 
 
 class VotingLayer:
-    """An attention layer of vLLM (`Attention`) whose queries can be recorded, and its cache.
+    """An attention layer of vLLM (`Attention`), whose queries can be recorded and whose cache can
+    be read.
 
     Attributes:
         wrapped: the layer of vLLM.
@@ -35,7 +36,8 @@ class VotingLayer:
 
     @property
     def cache(self) -> Tensor:
-        """The tensor in which the keys and values of the layer are stored.
+        """The tensor in which the keys and values of the layer are stored, of shape (blocks, Hkv,
+        block_tokens, numbers of a token).
 
         Its shape is (blocks, Hkv, block_tokens, numbers of a token).
         """
@@ -44,7 +46,9 @@ class VotingLayer:
 
     @property
     def score_options(self) -> ScoreOptions:
-        """The scaling, soft cap and sinks of the attention scores of the layer."""
+        """The scaling, the soft cap and the attention sinks with which the layer computes its
+        attention scores.
+        """
         impl = self.wrapped.impl
         return ScoreOptions(
             scaling=impl.scale,
@@ -53,7 +57,8 @@ class VotingLayer:
         )
 
     def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
-        """Call a function with the queries of every batch before the layer attends.
+        """Call the function `listener` with the queries of every batch, before the layer computes
+        its attention.
 
         Args:
             listener: gets (tokens, Hq, D) queries.
@@ -61,14 +66,14 @@ class VotingLayer:
         impl = self.wrapped.impl
         forward = impl.forward
 
-        def forward_and_tell(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_notify(layer: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
             listener(query)
             return forward(layer, query, *args, **kwargs)
 
-        impl.forward = forward_and_tell
+        impl.forward = forward_and_notify
 
     def prepare_queries(self, queries: Tensor) -> Tensor:
-        """Convert recorded queries to the form in which they meet the stored keys.
+        """Convert recorded queries so that they can be compared with the stored keys.
 
         Args:
             queries: (1, Hq, W, D) queries as `add_query_listener` has passed them.
@@ -81,7 +86,7 @@ class VotingLayer:
 
 
 class LatentLayer(VotingLayer):
-    """A layer with latent attention (`MLAAttention`), which stores one latent for all heads.
+    """A layer with latent attention (`MLAAttention`), which stores one latent vector for all heads.
 
     The keys of a head are the latent times a matrix of the head, followed by a rotated part that
     all heads share. If the queries are multiplied by that matrix, they can be compared with the
@@ -100,14 +105,14 @@ class LatentLayer(VotingLayer):
     def add_query_listener(self, listener: Callable[[Tensor], None]) -> None:
         forward = self.wrapped.forward_impl
 
-        def forward_and_tell(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_notify(query: Tensor, *args: Any, **kwargs: Any) -> Any:
             listener(query)
             return forward(query, *args, **kwargs)
 
-        self.wrapped.forward_impl = forward_and_tell
+        self.wrapped.forward_impl = forward_and_notify
 
     def prepare_queries(self, queries: Tensor) -> Tensor:
-        """Convert recorded queries to the form in which they meet the stored latents.
+        """Convert recorded queries so that they can be compared with the stored latents.
 
         Returns:
             A tensor of shape (1, Hq, W, size of the latent and the rotated part).
@@ -122,8 +127,8 @@ def voting_layer(layer: Any) -> VotingLayer:
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
-    """Return the attention layers of a model that vLLM has built, by name and in the order of the
-    model.
+    """Return the attention layers of a model that vLLM has built, by their names and in the order
+    of the model.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
@@ -134,8 +139,8 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Consecutive layers of one KV cache group that are alike and are compressed as rows of a
-    batch.
+    """Consecutive layers of one KV cache group that are alike, so that they can be compressed
+    together as rows of a batch.
     """
 
     group: int  # the index of vLLM's KV cache group
@@ -145,15 +150,21 @@ class LayerRun:
 
     @property
     def first(self) -> VotingLayer:
-        """The first layer, which stands for all of them where they are alike."""
+        """The first layer of the run. It is used for everything that is the same in all layers of
+        the run.
+        """
         return next(iter(self.layers.values()))
 
     @property
     def votes_impl(self) -> ops.Implementation:
+        """The implementation that computes the votes. On a CPU in half precision, heads are
+        computed one by one.
+        """
         return "by_head" if self._is_half_on_cpu else "auto"
 
     def decode_keys(self, stored: Tensor) -> Tensor:
-        """Convert stored keys to the numbers that attention sees.
+        """Convert keys from the form in which they are stored to the numbers that attention
+        computes with.
 
         Args:
             stored: (layers, Hkv, T, D) keys as they are stored.
@@ -166,8 +177,8 @@ class LayerRun:
         return scaled.to(form.dtype)
 
     def to_cache_blocks(self, blocks: Sequence[int], block_tokens: int) -> Tensor:
-        """Return the numbers of `blocks` in the caches, whose blocks may be smaller than those of
-        vLLM.
+        """Convert the numbers of vLLM's blocks to numbers of blocks in the caches, which may be
+        smaller.
         """
         cache = self.first.cache
         numbers = torch.tensor(blocks, device=cache.device)
@@ -196,7 +207,8 @@ class LayerRun:
 
 
 def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[LayerRun]:
-    """Yield runs of consecutive layers that are alike, in the order of the model.
+    """Yield runs of consecutive layers that are alike, in the order of the model. The caches must
+    be allocated.
 
     The caches must be allocated.
     """
@@ -210,9 +222,8 @@ def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[Laye
 
 
 def _signature(name: str, layer: VotingLayer) -> tuple[Any, ...]:
-    """Return a value that is equal for layers that are alike.
-
-    A layer with sinks is like no other.
+    """Return a value that is equal for two layers if they can be compressed together. A layer with
+    attention sinks has a value of its own.
     """
     options, cache = layer.score_options, layer.cache
     return (

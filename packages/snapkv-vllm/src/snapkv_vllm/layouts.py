@@ -20,8 +20,8 @@ from snapkv.ops import gather_tokens
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How a cache stores numbers: in the model's dtype, or as bytes with one scale for
-    each layer.
+    """How a cache stores numbers: in the dtype of the model, or as bytes with one scale for each
+    layer.
     """
 
     dtype: torch.dtype  # of the model
@@ -38,12 +38,16 @@ class NumberFormat:
         return cls(layer.dtype, torch.float8_e5m2 if name == "fp8_e5m2" else e4m3, name)
 
     def decode(self, stored: Tensor) -> Tensor:
-        """Convert stored numbers to the dtype of the model, without their scale. This is exact."""
+        """Convert stored numbers to the dtype of the model, without multiplying by their scale. The
+        conversion is exact.
+        """
         return stored if self.byte_dtype is None else stored.view(self.byte_dtype).to(self.dtype)
 
     @property
     def bytes(self) -> int:
-        """The bytes of a stored number, and of its decoded form if that is another tensor."""
+        """How many bytes a stored number takes, together with its decoded form if that is another
+        tensor.
+        """
         return self.dtype.itemsize + (0 if self.byte_dtype is None else self.byte_dtype.itemsize)
 
 
@@ -52,20 +56,22 @@ FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def make_layout(layers: Sequence[Any]) -> "Layout":
-    """Return the layout of some attention layers that are alike, after vLLM has allocated their
+    """Return the layout of some attention layers that are alike. vLLM must have allocated their
     caches.
     """
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
 
 
 def slot_numbers(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
-    """Return the numbers of the slots in which the first tokens of a request are stored."""
+    """Return the numbers of the slots in which the first `tokens` tokens of a request are
+    stored.
+    """
     within = torch.arange(block_tokens, device=blocks.device)
     return (blocks[:, None] * block_tokens + within).flatten()[:tokens]
 
 
 def pad_tokens(states: Tensor, tokens: int) -> Tensor:
-    """Append zeros to the states of the kept tokens, so that they fill their blocks.
+    """Append zeros to the states of the kept tokens, so that they fill the last block.
 
     The last block may have belonged to a recurrent state, whose bytes may be NaN as keys and
     values. Attention masks the slots after a request's tokens by products with zero, which would
@@ -80,8 +86,8 @@ def pad_tokens(states: Tensor, tokens: int) -> Tensor:
 
 
 class PlainLayout:
-    """The layout of FlashAttention and Triton, in which the keys and the values of a token lie side
-    by side.
+    """The layout of FlashAttention and Triton, in which the keys and the values of a token lie next
+    to each other in memory.
 
     It reads and writes the caches of some layers that are alike, each (blocks, Hkv, block_tokens, 2
     * D) with any strides. Numbers are moved as they are stored; `form` says how to decode them.
@@ -95,11 +101,11 @@ class PlainLayout:
         self.form = form or NumberFormat(caches[0].dtype)
 
     def select_layers(self, layers: slice) -> Self:
-        """Return the layout of some of the layers."""
+        """Return a layout that contains only some of the layers."""
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Copy the keys of the first tokens of a request.
+        """Copy the keys of the first `tokens` tokens of a request out of the cache.
 
         Args:
             blocks: the blocks of the request.
@@ -112,7 +118,7 @@ class PlainLayout:
         return self._read(slice(None, self._head_size), blocks, every)
 
     def select_keys(self, keys: Tensor, keep: Tensor) -> Tensor:
-        """Select the keys that are kept from those that were read.
+        """Select the keys of the kept tokens from the keys that `read_keys` has returned.
 
         Args:
             keys: the output of `read_keys`.
@@ -124,11 +130,14 @@ class PlainLayout:
         return gather_tokens(keys, keep)
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """Copy the values of the tokens that are kept.
+        """Copy the values of the kept tokens of a request out of the cache.
 
         Args:
             blocks: the blocks of the request.
             keep: (layers, Hkv or 1, K), which of their tokens are kept.
+
+        Returns:
+            A tensor of shape (layers, Hkv, K, D).
         """
         return self._read(slice(self._head_size, None), blocks, keep)
 
@@ -136,16 +145,16 @@ class PlainLayout:
         heads, block_tokens = self._caches[0].shape[1:3]
         head = torch.arange(heads, device=blocks.device)[:, None]
         places = zip(blocks[tokens // block_tokens], tokens % block_tokens, strict=True)
-        of_layers = zip(self._caches, places, strict=True)
-        return torch.stack([cache[..., half][block, head, at] for cache, (block, at) in of_layers])
+        layers = zip(self._caches, places, strict=True)
+        return torch.stack([cache[..., half][block, head, slot] for cache, (block, slot) in layers])
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values into the slots of the cache.
+        """Write keys and values into slots of the caches, which are changed in place.
 
         Args:
             slots: the slots, which are the same for all heads.
-            keys: (layers, Hkv, K, D) keys.
-            values: (layers, Hkv, K, D) values.
+            keys: (layers, Hkv, K, D) keys, in the form in which the cache stores numbers.
+            values: (layers, Hkv, K, D) values in the same form.
         """
         block_tokens = self._caches[0].shape[2]
         block, token = slots // block_tokens, slots % block_tokens
@@ -163,7 +172,8 @@ def _plain(layers: Sequence[Any]) -> PlainLayout:
 
 
 def _latent(layers: Sequence[Any]) -> PlainLayout:
-    """Return the layout of latent attention (MLA), whose caches are (blocks, block_tokens, size).
+    """Return the layout of layers with latent attention (MLA), whose caches have the shape (blocks,
+    block_tokens, size).
 
     The latent and the rotated part are read as the keys of one KV head. Values are computed from
     the same latent, so the stored values have size 0.
@@ -175,8 +185,8 @@ _DIGIT = 8  # every float format, also fp8, represents the integers below it exa
 
 
 class CpuLayout:
-    """The layout of the CPU backend, which packs each block as the instruction set of the machine
-    needs it.
+    """The layout of the CPU backend, which packs each block in the order that the instruction set
+    of the machine needs.
 
     The packing is defined only by vLLM's kernel. So for each kind of block, numbers that encode
     their own index are written with that kernel and then located in memory. Reads use the packing
@@ -220,16 +230,17 @@ class CpuLayout:
         return _measure_packings(self._isa, self._block_tokens, self._head_size, self.form)
 
     def _halves(self, cache: Tensor) -> Sequence[Tensor]:
-        """Return a view of the keys and a view of the values of a layer.
+        """Return the part of a layer's cache that contains the keys, and the part that contains the
+        values.
 
         Returns:
-            Two tensors of shape (blocks, Hkv, block_tokens, D).
+            Two views of shape (blocks, Hkv, block_tokens, D).
         """
         by_half = cache.view(*cache.shape[:2], 2 * self._block_tokens, self._head_size)
         return by_half.chunk(2, dim=2)
 
     def _read(self, half: int, blocks: Tensor) -> Tensor:
-        """Read all keys or all values of some blocks.
+        """Read all keys or all values of some blocks in every layer.
 
         Args:
             half: 0 for the keys, 1 for the values.
@@ -255,7 +266,7 @@ def _write_by_kernel(
     isa: str,
     form: NumberFormat,
 ) -> None:
-    """Write keys and values into slots of a cache with vLLM's own kernel.
+    """Write keys and values into slots of a cache with vLLM's own kernel, which packs them.
 
     Args:
         keys: (K, Hkv, D) keys, not scaled.
@@ -292,7 +303,7 @@ LAYOUTS: dict[str, Callable[[Sequence[Any]], Layout]] = {
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """Change the order of the axes so that tokens come before heads.
+    """Change the order of the axes so that the axis of tokens comes before the axis of heads.
 
     Args:
         states: (Hkv, K, D) keys or values.
@@ -312,7 +323,7 @@ _Axes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Packing:
-    """Where the numbers of a block lie in memory, token by token."""
+    """The place of each number of a block in memory, token by token."""
 
     indices: Tensor  # (block_tokens * D,) int64
     # The axes of the tokens and of the numbers of a token in memory; None if the indices are not
@@ -322,8 +333,8 @@ class _Packing:
 
     @classmethod
     def build(cls, indices: Tensor, block_tokens: int, head_size: int) -> Self:
-        """Build the packing, and find out whether its indices are those of a tensor with short
-        axes.
+        """Build the packing from its indices, and find out whether they are the indices of a
+        strided tensor.
         """
         of_tokens = _factors(block_tokens)
         sizes = (*of_tokens, *_factors(head_size))
@@ -369,7 +380,7 @@ class _Packing:
 
 
 def _factors(number: int) -> list[int]:
-    """Return the prime factors of a number, the largest first."""
+    """Return the prime factors of a number in descending order."""
     found, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -383,7 +394,8 @@ def _factors(number: int) -> list[int]:
 def _measure_packings(
     isa: str, block_tokens: int, head_size: int, form: NumberFormat
 ) -> tuple[_Packing, _Packing]:
-    """Find out how vLLM's kernel packs the keys and the values of a block.
+    """Find out how vLLM's kernel packs the keys and the values of a block, by writing known numbers
+    with it.
 
     Raises:
         UnsupportedModelError: the kernel does more than move the numbers.
@@ -398,7 +410,7 @@ def _measure_packings(
         power *= _DIGIT
     for half in found:
         if not torch.equal(half.sort().values, numbers):
-            problem = f"the CPU backend does more than move the numbers of a block ({isa}, {form})"
+            problem = f"the CPU backend does not store numbers unchanged in a block ({isa}, {form})"
             remedy = "Serve the model in float32"
             raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     keys, values = (_Packing.build(half.argsort(), block_tokens, head_size) for half in found)
@@ -406,7 +418,8 @@ def _measure_packings(
 
 
 def _pack(states: Tensor, isa: str, form: NumberFormat) -> tuple[Tensor, Tensor]:
-    """Write a block with vLLM's kernel, and return the keys and the values as they lie in memory.
+    """Write a block with vLLM's kernel, and return the keys and the values in the order in which
+    they lie in memory.
 
     Args:
         states: (block_tokens, 1, D), written both as keys and as values.

@@ -26,7 +26,7 @@ from snapkv_vllm.layers import voting_layer
 
 @dataclass(frozen=True, kw_only=True)
 class LargestStep:
-    """The sizes of the largest step that a server allows."""
+    """The sizes of the largest step that the settings of a server allow."""
 
     policies: Sequence[Policy]  # one of them needs the most memory of all that requests may use
     prompt_tokens: int  # the longest prompt
@@ -37,7 +37,7 @@ class LargestStep:
 
     @classmethod
     def from_config(cls, vllm_config: Any) -> "LargestStep":
-        """Compute the sizes from vLLM's configuration, which contains the settings of the
+        """Compute the largest sizes from vLLM's configuration, which contains the settings of the
         server.
         """
         settings = ServingSettings.from_config(vllm_config.additional_config)
@@ -61,7 +61,7 @@ def hold_largest_queries(
     layers: Sequence[Any], largest: LargestStep, *, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
     """Allocate the largest recorded queries during the ``with`` block, and compress a prompt of the
-    largest size after it.
+    largest size afterwards.
     """
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     tokens = largest.recorded_tokens
@@ -77,7 +77,9 @@ def hold_largest_queries(
 
 
 def _prompt(layer: Any, tokens: int, query_tokens: int, options: dict[str, Any]) -> PromptLayer:
-    """Build the input of a policy: `tokens` tokens of zeros, the last of which have queries."""
+    """Build the input of a policy for a prompt of `tokens` zeros, the last of which have
+    queries.
+    """
     queries, width = min(query_tokens, tokens), layer.head_size
     keys = torch.zeros(1, layer.num_kv_heads, tokens, width, **options)
     return PromptLayer(
@@ -106,7 +108,7 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, A
 def _vote_across_layers(
     layers: int, layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]
 ) -> None:
-    """Compress a prompt in `layers` layers like this one, the first of which may keep all
+    """Compress a prompt in `layers` layers together, as if the first layer kept all of its
     tokens.
     """
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)

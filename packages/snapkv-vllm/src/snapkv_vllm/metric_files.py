@@ -33,7 +33,9 @@ take.
 
 
 def write_without_mapping() -> None:
-    """Patch prometheus_client so that it writes the counts of this process with `WrittenCounts`."""
+    """Patch prometheus_client so that it writes the counts of this process to files with
+    `WrittenCounts`.
+    """
     from prometheus_client import values
 
     values.MmapedDict = WrittenCounts
@@ -53,14 +55,15 @@ def require_writable(folder: str) -> None:
 
 
 def cannot_write(folder: str, error: OSError) -> RefusedError:
-    """Return the error that says why metrics cannot be written to a folder."""
+    """Build the error that says that metrics cannot be written to a folder, and why."""
     size = format_bytes(_MIN_FREE_BYTES)
     problem = f"cannot write {size} of metrics to '{folder}' ({error.strerror})"
-    return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or name another folder")
+    return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or use another folder")
 
 
 class WrittenCounts:
-    """The counts of one process, in a file with the format of `prometheus_client.mmap_dict`.
+    """The counts of one process, which are written to a file in the format of
+    `prometheus_client.mmap_dict`.
 
     A count that does not fit on the disk is missing from the file until it does. prometheus_client
     builds one object for each kind of metric, and holds a lock during all calls.
@@ -74,13 +77,13 @@ class WrittenCounts:
         self._try(self._open)
 
     def read_value(self, key: str) -> tuple[float, float]:
-        """Return a value and its time; a new value is 0."""
+        """Return a value and the time at which it was set. A new value is 0."""
         if key not in self._counts:
             self.write_value(key, 0.0, 0.0)
         return self._counts[key]
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
-        """Set a value and its time, and write them to the file if possible."""
+        """Set a value and its time, and write both of them to the file if that is possible."""
         self._counts[key] = value, timestamp
         if key in self._places:
             self._try(self._write, self._places[key], _COUNT.pack(value, timestamp))
@@ -88,16 +91,18 @@ class WrittenCounts:
             self._try(self._append_missing)
 
     def close(self) -> None:
-        """Close the file. A later value opens it again."""
+        """Close the file. It is opened again when a later value is written."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
             self._places.clear()
 
-    def _try(self, step: Callable[..., None], *given: Any) -> None:
-        """Run a step. An `OSError` is logged the first time, and a later count tries again."""
+    def _try(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Call `step`. If it raises an `OSError`, log the first such error, and let a later count
+        try again.
+        """
         try:
-            step(*given)
+            step(*arguments)
         except OSError as error:
             self._next_try = time.monotonic() + _SECONDS_BETWEEN_TRIES
             if not self._has_failed:
@@ -106,7 +111,9 @@ class WrittenCounts:
                 _logger.warning(message, self._path, error.strerror)
 
     def _open(self) -> None:
-        """Open the file, which may belong to an ended process with the same number."""
+        """Open the file of this process and read its counts. The file may have been left by an
+        ended process with the same process id.
+        """
         from prometheus_client.mmap_dict import MmapedDict
 
         if not self._path.exists() or not self._path.stat().st_size:
@@ -123,7 +130,7 @@ class WrittenCounts:
             self._used = place + _COUNT.size
 
     def _append_missing(self) -> None:
-        """Append all counts that are not in the file."""
+        """Append all counts to the file that it does not contain yet."""
         if self._file < 0:
             self._open()
         for key in [one for one in self._counts if one not in self._places]:
@@ -136,10 +143,10 @@ class WrittenCounts:
             self._places[key], self._used = end - _COUNT.size, end
 
     def _write(self, place: int, part: bytes) -> None:
-        """Write `part` at `place`.
+        """Write the bytes of `part` at the position `place` of the file.
 
         Raises:
-            OSError: the disk is full.
+            OSError: the disk is full, or the file cannot be written to.
         """
         if os.pwrite(self._file, part, place) < len(part):  # the rest did not fit
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -47,7 +47,7 @@ _HISTOGRAMS = {
 
 
 class Stopwatch:
-    """Measures how long work on a device takes, and reports each time when it is known.
+    """Measures how long some work takes on a device, and reports each time as soon as it is known.
 
     On a CPU that is at once. On an accelerator, events are recorded before and after the work, and
     the host does not wait for them; `report` reports the times of events that the device has
@@ -61,7 +61,9 @@ class Stopwatch:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Measure the work in the ``with`` block, including work that it launches on the device."""
+        """Measure the time of the ``with`` block, including the work that it launches on the
+        device.
+        """
         if self._device.type == "cpu":
             start = time.perf_counter()
             yield
@@ -74,7 +76,9 @@ class Stopwatch:
         self._open.append((begin, end))
 
     def report(self) -> None:
-        """Report the times that have become known since the last call, without waiting."""
+        """Report the times that have become known since the last call, without waiting for the
+        device.
+        """
         while self._open and self._open[0][1].query():
             begin, end = self._open.popleft()
             self._observe(begin.elapsed_time(end) / 1000)
@@ -82,7 +86,9 @@ class Stopwatch:
 
 @functools.cache
 def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
-    """Build the metric `name`, once, because prometheus_client registers a name only once."""
+    """Build the metric `name`, or return it if it exists, because prometheus_client registers a
+    name only once.
+    """
     from prometheus_client import Counter, Gauge, Histogram
 
     full = f"snapkv:{name}"
@@ -95,37 +101,36 @@ def _make_metric(name: str, labels: tuple[str, ...]) -> Any:
 
 
 def labels_of(vllm_config: Any) -> dict[str, str]:
-    """Return the labels of an engine's metrics: the name of its model and its number."""
+    """Return the labels of an engine's metrics, which are the name of its model and its number."""
     engine = vllm_config.parallel_config.data_parallel_index
     return {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine)}
 
 
 class Metrics:
-    """The metrics of one engine or one model in this process; names are given without
-    ``snapkv:``.
+    """The metrics of one engine or one model in this process. The names of metrics are given
+    without ``snapkv:``.
     """
 
     def __init__(self, **labels: str) -> None:
         self._labels = labels
 
     def get(self, name: str, **labels: str) -> Any:
-        """Return the metric `name` with these labels."""
+        """Return the metric `name` with the labels of this object and the given labels."""
         labels = self._labels | labels
         return _make_metric(name, tuple(labels)).labels(**labels)
 
     def count(self, name: str, by: int = 1, **labels: str) -> None:
-        """Increase a counter by `by`."""
+        """Increase the value of a counter by the number `by`."""
         self.get(name, **labels).inc(by)
 
     def set(self, name: str, value: int, **labels: str) -> None:
-        """Set a gauge."""
+        """Set the value of a gauge to a number."""
         self.get(name, **labels).set(value)
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
-    """Return the stopwatch of a worker's compressions.
-
-    Only the first worker of an engine reports times.
+    """Return a stopwatch for the compressions of a worker. Only the first worker of an engine
+    reports times.
     """
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -136,7 +141,7 @@ def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
 
 
 class PromptMetrics(Metrics):
-    """The metrics of prompts, which are counted when they end."""
+    """The metrics of prompts. A prompt is counted when all of its tokens have been read."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(**labels_of(vllm_config))
@@ -146,13 +151,13 @@ class PromptMetrics(Metrics):
         self.record_refusal("prompt", by=0)
 
     def record_refusal(self, reason: str, by: int = 1) -> None:
-        """Count a request that only the engine refuses, which vLLM's server answers with status
-        500.
+        """Count a request that is refused only by the engine. vLLM's server answers such a request
+        with status 500.
         """
         self.count("refusals", by, status="500", reason=reason)
 
     def record_compression(self, order: Order, blocks_freed: int) -> None:
-        """Count one compression and the blocks that it has freed.
+        """Count one compression, and the blocks that it has freed.
 
         If a request is preempted and compressed again, both are counted again.
         """
@@ -160,7 +165,9 @@ class PromptMetrics(Metrics):
         self.count("compressions", stage=order.selector.stage)
 
     def record_prompt_end(self, request: Any, *, kept_tokens: int) -> None:
-        """Count the prompt of a request, once even if the request is preempted."""
+        """Count the prompt of a request when it has been read. If the request is preempted and
+        starts again, it is counted only once.
+        """
         if request.request_id in self._counted:
             return
         self._counted.add(request.request_id)
@@ -171,5 +178,7 @@ class PromptMetrics(Metrics):
         self.get("request_kept_ratio").observe(kept_tokens / seen_tokens)
 
     def forget_request(self, request_id: str) -> None:
-        """Forget a request, because a later one may have the same id."""
+        """Forget that the prompt of a request was counted, because a later request may have the
+        same id.
+        """
         self._counted.discard(request_id)

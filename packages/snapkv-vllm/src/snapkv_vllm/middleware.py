@@ -32,27 +32,28 @@ _App = Callable[[Message, _Receive, Send], Awaitable[None]]
 
 
 class Refusals(Metrics):
-    """Counts the requests that a web server refuses."""
+    """Counts the requests that are refused by a web server."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(**labels_of(vllm_config) | {"engine": ""})
 
     def counting(self, context: RequestContext, send: Send) -> Send:
-        """Wrap `send` so that a response is counted if `context` says that its request was
-        refused.
+        """Return a function that sends messages with `send`, and that counts the response if
+        `context` says that its request was refused.
         """
 
         async def send_and_count(message: Message) -> None:
             starts = message["type"] == "http.response.start"
-            if starts and context.refused is not None and message["status"] >= 400:
-                self.count("refusals", status=str(message["status"]), reason=context.refused)
+            if starts and context.refusal is not None and message["status"] >= 400:
+                self.count("refusals", status=str(message["status"]), reason=context.refusal)
             await send(message)
 
         return send_and_count
 
 
 class SettingsCheck:
-    """An ASGI middleware that checks the body of a request when the server reads it.
+    """An ASGI middleware that checks the settings in the body of a request when the server reads
+    this body.
 
     It reads nothing that the server does not read. So requests without a valid API key, or that the
     server refuses for another reason, are not affected. Forms are not read; settings in them are
@@ -68,7 +69,7 @@ class SettingsCheck:
         self._refusals: Refusals | None = None
 
     async def __call__(self, scope: Message, receive: _Receive, send: Send) -> None:
-        """Answer one request. The first call is the start of the server."""
+        """Answer one request of the server. The first call comes when the server starts."""
         settings = self._settings_of(scope)
         has_owner = self._has_keys and "headers" in scope
         context = RequestContext(tenant_of(scope["headers"]) if has_owner else SHARED_TENANT)
@@ -100,12 +101,18 @@ class SettingsCheck:
 
 
 def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Receive:
-    """Wrap `receive` so that it returns the whole body as one checked message.
+    """Wrap the ASGI function `receive` so that it returns the whole body of the request as one
+    message, after checking it.
 
     The wrapped function raises HTTPException with status 400 if a setting is wrong.
     """
 
-    async def receive_whole() -> Message:
+    async def receive_checked() -> Message:
+        """Receive the whole body, and check the settings in it.
+
+        Raises:
+            HTTPException: a setting is wrong; the status is 400.
+        """
         text = bytearray()
         more = True
         while more:
@@ -121,11 +128,13 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
             raise HTTPException(400, detail=str(error)) from error
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return receive_whole
+    return receive_checked
 
 
 def _is_form(scope: Message) -> bool:
-    """Whether the body is a form, which may have files that the server does not keep in memory."""
-    kinds = (value for name, value in scope["headers"] if name.lower() == b"content-type")
-    kind = next(kinds, b"").partition(b";")[0].strip().lower()
-    return bool(kind in (b"multipart/form-data", b"application/x-www-form-urlencoded"))
+    """Whether the body of a request is a form, which may contain files that the server does not
+    keep in memory.
+    """
+    content_types = (value for name, value in scope["headers"] if name.lower() == b"content-type")
+    content_type = next(content_types, b"").partition(b";")[0].strip().lower()
+    return bool(content_type in (b"multipart/form-data", b"application/x-www-form-urlencoded"))

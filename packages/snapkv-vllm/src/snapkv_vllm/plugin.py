@@ -25,7 +25,7 @@ _OWN_FOLDER_VARIABLE = "SNAPKV_METRICS_DIR"
 
 
 def register() -> None:
-    """Register the specs of compressed blocks with vLLM (entry point ``vllm.general_plugins``).
+    """Register this plugin with vLLM in the current process (entry point ``vllm.general_plugins``).
 
     If several processes count in files, these are written without a memory map; see `metric_files`.
     A process of a server that this package has started ends with its parent from here on. With
@@ -49,8 +49,8 @@ def register() -> None:
 
 @contextlib.contextmanager
 def make_metrics_folder() -> Iterator[None]:
-    """Make a temporary folder for metrics, in which processes count that start inside the ``with``
-    block.
+    """Make a temporary folder for metrics, which is used by all processes that start inside the
+    ``with`` block.
 
     Raises:
         InvalidArgumentError: the folder cannot be made or written to.
@@ -74,8 +74,8 @@ def make_metrics_folder() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_users_folder() -> Iterator[None]:
-    """Lock the folder of metrics that the user has set, because two servers must not count in the
-    same folder.
+    """Lock the folder for metrics that the user has chosen, because two servers must not count in
+    the same folder.
 
     Raises:
         InvalidArgumentError: another server uses the folder, or it cannot be written to.
@@ -95,8 +95,8 @@ def lock_users_folder() -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            problem = f"another server uses the folder '{folder}'"
-            remedy = "Leave it out, or name another folder"
+            problem = f"the folder '{folder}' is already used by another server"
+            remedy = "Use another folder, or do not set this variable"
             raise wrong(METRICS_VARIABLE, problem, remedy) from None
         require_writable(folder)
         yield
@@ -105,13 +105,15 @@ def lock_users_folder() -> Iterator[None]:
 
 
 def own_metrics_folder() -> Path | None:
-    """Return the folder of `make_metrics_folder` in processes that use it, otherwise None."""
+    """Return the folder that `make_metrics_folder` has made if this process uses it, otherwise
+    None.
+    """
     folder = os.environ.get(_OWN_FOLDER_VARIABLE)
     return Path(folder) if folder and folder == os.environ.get(METRICS_VARIABLE) else None
 
 
 def end_with_parent() -> None:
-    """Kill this process as soon as its parent process has ended.
+    """Make sure that this process is killed as soon as its parent process has ended.
 
     A process that is killed cannot stop its children. vLLM's engine would keep running, and with it
     the memory that a new server needs, and the files of metrics. Nothing happens in a process that

@@ -21,8 +21,8 @@ _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def runtime_env() -> dict[str, Any]:
-    """Return the environment that Ray must give to actors that run an engine; `application` does so
-    itself.
+    """Return the environment that Ray must give to actors that run an engine. `application` uses it
+    by itself.
 
     For your own deployment pass ``ray_actor_options={"runtime_env": runtime_env()}``. An actor on
     another machine does not inherit the environment of this process. The variables that vLLM and
@@ -46,7 +46,8 @@ def application(
     deployment_options: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Build an application for `serve.run`: replicas of vLLM's server behind one address.
+    """Build a Ray Serve application for `serve.run`, in which replicas of vLLM's server have one
+    common address.
 
     Args:
         model: the model that vLLM loads, a folder or a hub id.
@@ -82,16 +83,17 @@ def application(
 
 
 def _add_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return actor options with `runtime_env`, in which the user's own environment takes
-    precedence.
+    """Return the actor options with `runtime_env` added to them. The environment variables of the
+    user take precedence.
     """
-    given = dict(actor_options.get("runtime_env") or {})
-    env_vars = {**runtime_env()["env_vars"], **(given.get("env_vars") or {})}
-    return {**actor_options, "runtime_env": {**given, "env_vars": env_vars}}
+    user_environment = dict(actor_options.get("runtime_env") or {})
+    env_vars = {**runtime_env()["env_vars"], **(user_environment.get("env_vars") or {})}
+    return {**actor_options, "runtime_env": {**user_environment, "env_vars": env_vars}}
 
 
 class Replica:
-    """One engine with vLLM's own HTTP routes, which Ray Serve builds in an actor.
+    """A replica of the server: one engine of vLLM together with its HTTP routes. Ray Serve builds
+    it in an actor.
 
     Args:
         model: the model that vLLM loads.
@@ -104,7 +106,7 @@ class Replica:
         self._args = _parse_arguments(model, arguments)
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Start the engine, and return vLLM's web application for it."""
+        """Start the engine of this replica, and return vLLM's web application for it."""
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
         from vllm.entrypoints.launchers.app import build_app
@@ -117,7 +119,7 @@ class Replica:
         return app
 
     async def check_health(self) -> None:
-        """Check the engine.
+        """Check that the engine of this replica is still running.
 
         Raises:
             Exception: the engine has died, so that Ray Serve replaces this replica.
@@ -125,12 +127,13 @@ class Replica:
         await self._engine.check_health()
 
     async def __del__(self) -> None:
-        """Stop the engine. Ray Serve waits for this method."""
+        """Stop the engine of this replica. Ray Serve waits for this method."""
         await self._stack.aclose()
 
 
 def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
-    """Return the namespace that ``vllm serve`` would have parsed from these options.
+    """Return the namespace of options that ``vllm serve`` would have parsed from a command line
+    with the same values.
 
     Raises:
         InvalidArgumentError: an option that vLLM's server does not have, or a wrong value.
@@ -141,7 +144,7 @@ def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
     _, args = parse_options(model, ())
     for name, value in options.items():
         if not hasattr(args, name):
-            problem = f"expected an option of vllm serve with underscores, got {name}={value!r}"
-            raise wrong(name, problem, f"Leave it out{nearest(name, list(vars(args)))}")
+            problem = f"this is not an option of vllm serve with underscores, got {name}={value!r}"
+            raise wrong(name, problem, nearest(name, list(vars(args)), "Remove this option"))
         setattr(args, name, value)
     return args

@@ -14,7 +14,7 @@ from snapkv_vllm.layouts import FP8, LAYOUTS
 
 
 def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[str]:
-    """Return the names of the layers that are compressed: all layers with full attention.
+    """Return the names of the layers that are compressed, which are all layers with full attention.
 
     Layers with a sliding window or a recurrent state store little and are not compressed.
 
@@ -38,7 +38,7 @@ def compressible_layers(layers: dict[str, Any], specs: dict[str, Any]) -> set[st
 
 
 def _require_compressible(name: str, layer: Any, spec: Any) -> None:
-    """Raise unless a layer with full attention can be compressed.
+    """Check that a layer with full attention can be compressed.
 
     Raises:
         UnsupportedModelError: the attention, the backend or the cache format of the layer is not
@@ -64,17 +64,17 @@ def _require_compressible(name: str, layer: Any, spec: Any) -> None:
 
 
 def _refuse(layer: str, got: str, expected: str) -> NoReturn:
-    """Raise the error that names a layer which cannot be compressed.
+    """Raise the error that says which layer of the model cannot be compressed, and why.
 
     Raises:
         UnsupportedModelError: always.
     """
-    problem = f"cannot compress prompts, because {layer} {got}, expected {expected}"
+    problem = f"{layer} {got}, but compressed prompts need {expected}"
     raise wrong("snapkv", problem, STOCK, UnsupportedModelError)
 
 
 def require_splittable_heads(name: str, layer: Any) -> None:
-    """Raise unless the heads of a layer can store different numbers of tokens.
+    """Check that the heads of a layer can store different numbers of tokens.
 
     Raises:
         UnsupportedModelError: the layer has attention sinks.
@@ -86,7 +86,7 @@ def require_splittable_heads(name: str, layer: Any) -> None:
 
 
 def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
-    """Raise unless a page of one layer can store tokens of another.
+    """Check that a page of one layer can also store tokens of any other layer.
 
     Args:
         caches: the caches of the layers that are prepared together.
@@ -103,5 +103,5 @@ def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
         for cache in caches
     }
     if len(caches) != layers or len(kinds) > 1 or len(steps) > 1 or min(steps, default=1) <= 0:
-        problem = "across-layers needs equal layers with full attention, with caches in one tensor"
+        problem = "across-layers needs layers of the same size whose caches are parts of one tensor"
         raise wrong("snapkv", problem, "Use --policy adakv", UnsupportedModelError)

@@ -21,7 +21,8 @@ from snapkv_vllm.front.request_context import record_refusals
 
 
 class RequestCheck:
-    """Refuses requests with wrong settings. There is a subclass for the settings of each server.
+    """Refuses requests with wrong settings. Each server has a subclass of its own with the settings
+    of the server.
 
     Only its class method is used, and it is never instantiated.
     """
@@ -30,11 +31,10 @@ class RequestCheck:
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise a ValueError if the settings of a request are wrong; vLLM's server answers with
-        status 400.
+        """Check the settings of a request. vLLM's server answers a ValueError with status 400.
 
         Raises:
-            ValueError: a setting is wrong. Errors of a wrong type are converted.
+            ValueError: a setting is wrong; a TypeError is converted into this error.
         """
         try:
             with record_refusals():
@@ -44,7 +44,9 @@ class RequestCheck:
 
 
 def _processor_types() -> Iterator[type[Any]]:
-    """Yield the base class of logits processors of each of vLLM's runners, if it is there."""
+    """Yield the base class of custom logits processors for each of vLLM's two runners, if this
+    version of vLLM has it.
+    """
     with contextlib.suppress(ImportError):
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -56,10 +58,10 @@ def _processor_types() -> Iterator[type[Any]]:
 
 
 class _Checks:
-    """Builds the check for the settings that are encoded in the name of an attribute."""
+    """Builds a `RequestCheck` for the settings that are encoded in the name of an attribute."""
 
     def __getattr__(self, name: str) -> type[RequestCheck]:
-        """Build the check.
+        """Build the check for the settings that `name` encodes.
 
         Raises:
             AttributeError: the name does not encode settings.
@@ -78,11 +80,15 @@ _NAME = f"{__name__}:checks.of_"
 
 
 def check_name(settings: ServingSettings) -> str:
-    """Return the name of the check for vLLM's option `logits_processors`."""
+    """Return the value of vLLM's option `logits_processors` with which vLLM finds the check for
+    these settings.
+    """
     return _NAME + json.dumps(settings.to_config()).encode().hex()
 
 
 def remove_checks(processors: Sequence[Any] | None) -> list[Any] | None:
-    """Return the `logits_processors` that an engine loads: all but the checks."""
+    """Return the `logits_processors` without the checks of this plugin, or None if there are no
+    others. An engine loads only these.
+    """
     others = [one for one in processors or () if not str(one).startswith(_NAME)]
     return others or None

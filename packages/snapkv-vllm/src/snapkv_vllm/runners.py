@@ -23,7 +23,8 @@ from snapkv_vllm.steps import CompressingStep
 
 
 class CompressingRunner:
-    """The abilities that are added to a runner of vLLM; a subclass for each of vLLM's two runners.
+    """The methods that this plugin adds to a runner of vLLM. There is one subclass for each of
+    vLLM's two runners.
 
     The lengths and positions of the runner stay true. Only attention in the compressed KV cache
     groups gets the numbers of stored tokens, and new tokens go to the slots after them.
@@ -43,7 +44,7 @@ class CompressingRunner:
 
     @classmethod
     def extend(cls, runner: Any) -> Self:
-        """Add these abilities to one runner by changing its class.
+        """Add the methods of this class to an existing runner by changing the class of the runner.
 
         Other runners of that class do not change.
 
@@ -69,18 +70,25 @@ class CompressingRunner:
 
     @abstractmethod
     def _set_blocks(self, request_id: str, moves: Sequence[Move]) -> None:
-        """Replace the blocks of a compressed request by those that it still has."""
+        """Replace the list of blocks of a compressed request by the blocks that it still has."""
 
     # Methods that both runners share.
 
     def get_kv_cache_spec(self: Any) -> Any:
-        """Return the specs of all layers; those of compressed layers are this plugin's own."""
+        """Return the specs of all layers. The specs of layers that can be compressed are replaced
+        by specs of this plugin.
+
+        Raises:
+            UnsupportedModelError: the layers of the model cannot be compressed.
+        """
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         chosen = compressible_layers(attention_layers(self.vllm_config), specs)
         return specs | {name: compress_spec(specs[name]) for name in chosen}
 
     def profile_run(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Let vLLM measure its largest step together with the largest compression."""
+        """Let vLLM measure the memory of its largest step together with the memory of the largest
+        compression.
+        """
         specs, layers = self.get_kv_cache_spec(), attention_layers(self.vllm_config)
         chosen = [layers[name] for name, spec in specs.items() if is_compressed(spec)]
         largest = LargestStep.from_config(self.vllm_config)
@@ -88,7 +96,7 @@ class CompressingRunner:
             super().profile_run(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_kv_cache(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Allocate the cache, and look up the layout of its keys and values.
+        """Allocate the cache as vLLM does, and look up how its keys and values lie in memory.
 
         Raises:
             UnsupportedModelError: the layers or their caches cannot be compressed.
@@ -126,7 +134,9 @@ class CompressingRunner:
 
     @torch.inference_mode()
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step, and then carry out the orders that came with it."""
+        """Run a step of the model, and then carry out the orders that the scheduler has sent with
+        this step.
+        """
         self._forget(find_restarted_requests(scheduler_output))
         # vLLM sends a plain step when it measures memory or time.
         if not isinstance(scheduler_output, CompressingStep):
@@ -156,7 +166,7 @@ class CompressingRunner:
             self._heads.forget(request_id)
 
     def _begin_batch(self, requests: Sequence[str], query_ends: Sequence[int]) -> None:
-        """Set what each request of the batch stores, and whose queries are recorded.
+        """Set how many tokens each request of the batch stores, and whose queries are recorded.
 
         Args:
             requests: the ids of the requests, in the order of the batch.
@@ -189,15 +199,15 @@ class CompressingRunner:
 
     @property
     def _needs_eager_step(self) -> bool:
-        """Whether the step does more than a CUDA graph of it has captured, in attention or after
-        the model.
+        """Whether a CUDA graph must not be replayed, because the step does more than the graph has
+        captured.
         """
         return bool(self._orders) or self._has_split_heads
 
 
 def find_restarted_requests(scheduler_output: Any) -> set[str]:
-    """Return the requests that have ended, were preempted, or start from their first token in this
-    step.
+    """Return the ids of the requests whose state must be forgotten: they have ended, were
+    preempted, or start from their first token in this step.
     """
     return {
         *scheduler_output.finished_req_ids,
@@ -208,7 +218,8 @@ def find_restarted_requests(scheduler_output: Any) -> set[str]:
 
 
 class CompressingFirstRunner(CompressingRunner):
-    """Extends vLLM's first runner, which is used without Triton and is deprecated in vLLM.
+    """Extends the first of vLLM's two runners, which is used on machines without Triton and is
+    deprecated in vLLM.
 
     It uses private parts of that runner: rows and block tables in `input_batch`, block lists in
     `requests`.
@@ -242,7 +253,8 @@ class CompressingFirstRunner(CompressingRunner):
         return prepared
 
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample without the random generators of prompts that are still being read.
+        """Sample the next tokens without the random generators of the prompts that are still being
+        read.
 
         vLLM discards such a sample and rewinds the generator by an offset. Generators on CPUs have
         no offset, and the engine would end with an error.
@@ -256,16 +268,16 @@ class CompressingFirstRunner(CompressingRunner):
             generators.update(reading)
 
     def _is_uniform_decode(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether a CUDA graph for decode steps may be replayed.
-
-        No graph is replayed if the step needs more than a graph has captured.
+        """Whether a CUDA graph for decode steps may be replayed. The result is False if the step
+        needs more than such a graph has captured.
         """
         uniform = super()._is_uniform_decode(*args, **kwargs)  # type: ignore[misc]
         return bool(uniform) and not self._needs_eager_step
 
 
 class CompressingSecondRunner(CompressingRunner):
-    """Extends vLLM's second runner, its default wherever there is Triton.
+    """Extends the second of vLLM's two runners, which is the default on all machines that have
+    Triton.
 
     It uses private parts of that runner: block tables and rows of requests, which are on the
     device.
@@ -280,10 +292,9 @@ class CompressingSecondRunner(CompressingRunner):
             self.block_tables.num_blocks.np[move.group, row] = len(move.targets)
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
-        """Return the state of the batch, and the number of tokens per request if it is uniform.
-
-        The number is None if the step needs more than a CUDA graph has captured, so that none is
-        replayed.
+        """Return the state of the batch, and the number of tokens per request if all requests have
+        the same number. The number is None if the step needs more than a CUDA graph has captured,
+        so that no graph is replayed.
         """
         state, uniform = super().gather_batch_req_state(  # type: ignore[misc]
             scheduler_output, dummy_run
@@ -291,7 +302,12 @@ class CompressingSecondRunner(CompressingRunner):
         return state, None if self._needs_eager_step else uniform
 
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        """Map the new tokens of compressed requests to the slots after their stored tokens."""
+        """Map the new tokens of compressed requests to the slots that follow their stored tokens.
+
+        Returns:
+            The block tables and the slots of vLLM, of which the slots in compressed KV cache groups
+            are changed in place.
+        """
         starts = input_batch.query_start_loc_np
         self._begin_batch(input_batch.req_ids, starts[1 : input_batch.num_reqs + 1].tolist())
         block_tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
@@ -316,7 +332,7 @@ class CompressingSecondRunner(CompressingRunner):
 
 
 def extend_runner(runner: Any) -> None:
-    """Extend a runner that a worker has built with the class for its kind.
+    """Add the methods of this plugin to the runner that a worker has built.
 
     The kind is found by its methods, because a release of vLLM may have only one of the two.
 

@@ -30,8 +30,8 @@ logger = init_logger("vllm.snapkv")
 
 
 class _CompressingScheduler(Scheduler):
-    """A scheduler of vLLM that orders the compression of a request in the step that computes its
-    last token.
+    """A scheduler of vLLM that also decides when requests are compressed: in the step that computes
+    the last token of the prompt.
 
     The blocks for the kept tokens are allocated when the step is scheduled. If there are none, vLLM
     preempts the youngest request, as it does for the blocks of the step itself. Freed blocks may be
@@ -61,9 +61,8 @@ class _CompressingScheduler(Scheduler):
         self.sessions = None if self._settings.sessions is None else SessionStore(*given)
 
     def add_request(self, request: Any) -> None:
-        """Accept a request and plan its compressions.
-
-        A request with wrong settings is ended in the next step.
+        """Accept a request, and plan when it is compressed. If its settings are wrong, the request
+        is ended in the next step.
         """
         try:
             self._plans[request.request_id] = self._make_plan(request)
@@ -76,29 +75,28 @@ class _CompressingScheduler(Scheduler):
         super().add_request(request)
 
     def _make_plan(self, request: Any) -> PromptPlan:
-        """Plan a request.
-
-        Streaming input is not compressed, because its prompt is continued after its end.
+        """Plan when and how a request is compressed. Streaming input is not compressed, because its
+        prompt is continued after its end.
 
         Raises:
             SnapKVError: the settings of the request are wrong or conflict with the engine.
         """
         params = request.sampling_params
-        given = (params and params.extra_args) or {}
-        require_compatible(settings=self._settings, extra_args=given, request=request)
+        extra_args = (params and params.extra_args) or {}
+        require_compatible(settings=self._settings, extra_args=extra_args, request=request)
         if params is None or request.resumable:
             return PromptPlan(prompt_tokens=request.num_prompt_tokens)
-        plan = self._settings.plan_request(given, request.num_prompt_tokens)
+        plan = self._settings.plan_request(extra_args, request.num_prompt_tokens)
         require_spans_fit(plan.policy, request.num_prompt_tokens)
         if plan.shareable_tokens is not None:
             require_compatible(engine=self.vllm_config, request=request)
         return plan if self.sessions is None else self.sessions.plan_request(request, plan)
 
     def _require_blocks(self, request: Any) -> None:
-        """Raise if the prompt needs more blocks than the cache has.
+        """Check that the cache has enough blocks for the prompt of a request.
 
         Raises:
-            InvalidArgumentError: the prompt is too long.
+            InvalidArgumentError: the prompt needs more blocks than the whole cache has.
         """
         manager, tokens = self.kv_cache_manager, request.num_prompt_tokens
         most = manager.block_pool.num_gpu_blocks - 1  # vLLM never uses one of its blocks
@@ -113,19 +111,22 @@ class _CompressingScheduler(Scheduler):
             apply_admission_cap=True,
         )
         if needed > most:
-            problem = f"its {tokens:,} tokens need {needed} blocks, and the cache has {most}"
-            raise wrong("prompt", problem, "Shorten it, or raise --kv-cache-memory-bytes")
+            problem = f"its {tokens:,} tokens need {needed} blocks, but the cache has only {most}"
+            raise wrong("prompt", problem, "Shorten it, or increase --kv-cache-memory-bytes")
 
     def _allocate_all(
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any
     ) -> Any:
-        """Call vLLM's `allocate_slots`, and reserve blocks for the kept tokens if the step ends
-        with a compression.
+        """Allocate the slots of a step as vLLM does, and also reserve blocks for the kept tokens if
+        the step ends with a compression.
+
+        Returns:
+            The result of vLLM's `allocate_slots`, which is None if there are too few free blocks.
         """
-        given: Any = (request, num_new_tokens, num_new_computed_tokens)
-        slots = self._allocate_slots(*given, **kwargs)
+        sizes: Any = (request, num_new_tokens, num_new_computed_tokens)
+        slots = self._allocate_slots(*sizes, **kwargs)
         while slots is None and self.sessions is not None and self.sessions.evict_least_recent():
-            slots = self._allocate_slots(*given, **kwargs)
+            slots = self._allocate_slots(*sizes, **kwargs)
         runs, blocks = request.status == RequestStatus.RUNNING, self._blocks
         lacks = slots is None and (blocks.lack_blocks or (runs and blocks.hold_blocks))
         if slots is not None:
@@ -144,7 +145,7 @@ class _CompressingScheduler(Scheduler):
         return slots
 
     def _record_preempted(self, request_ids: Iterable[str]) -> None:
-        """Record which requests were preempted since the last step."""
+        """Record which requests vLLM has preempted since the last step."""
         for request_id in request_ids:
             if self._preempts_for_reservation:
                 self._count_wait(request_id)
@@ -153,7 +154,9 @@ class _CompressingScheduler(Scheduler):
         self._preempts_for_reservation = False
 
     def _count_wait(self, request_id: str) -> None:
-        """Count a request that waits for blocks for its kept tokens, once."""
+        """Count a request that waits for blocks for its kept tokens. It is counted only once,
+        however long it waits.
+        """
         if request_id not in self._waiting_for_reservation:
             self._waiting_for_reservation.add(request_id)
             self._metrics.count("waits")
@@ -204,7 +207,11 @@ class _CompressingScheduler(Scheduler):
         return plan.limit_step(num_computed_tokens, held, tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> CompressingStep:
-        """Schedule a step of vLLM, and add the orders of its compressions."""
+        """Schedule a step as vLLM does, and add the orders for the compressions that follow it.
+
+        For every request that is compressed after the step, this frees the blocks that it no longer
+        needs. It also counts and logs requests that wait for blocks.
+        """
         output = super().schedule(*args, **kwargs)
         self._record_preempted(output.preempted_req_ids or ())
         self._record_standstill()
@@ -221,7 +228,9 @@ class _CompressingScheduler(Scheduler):
         )
 
     def _record_standstill(self) -> None:
-        """Log and count if a request waits for blocks and no running request will free any."""
+        """Log and count it when a request waits for blocks and there is no running request that
+        will free any.
+        """
         name, self._blocked_request, before = self._blocked_request, "", self._is_standstill
         self._is_standstill = bool(name) and not self.running
         if self._is_standstill and not before:
@@ -234,7 +243,9 @@ class _CompressingScheduler(Scheduler):
             )
 
     def _dropped_of_histories(self, scheduler_output: Any) -> dict[str, int]:
-        """Return how many tokens the histories of new and resumed requests have dropped."""
+        """Return how many tokens were dropped by the histories with which new and resumed requests
+        begin.
+        """
         if self.sessions is None:
             return {}
         names = [one.req_id for one in scheduler_output.scheduled_new_reqs]
@@ -260,7 +271,9 @@ class _CompressingScheduler(Scheduler):
         return order
 
     def _compress(self, request: Any, order: Order) -> Order:
-        """Free the blocks that a request no longer needs, and put the moves into its order."""
+        """Free the blocks that a request no longer needs, and return its order with the moves of
+        the kept tokens.
+        """
         moves = self._blocks.compress(request.request_id, order)
         freed = sum(len(move.sources) - len(move.targets) for move in moves)
         self._metrics.record_compression(order, freed)
@@ -270,23 +283,25 @@ class _CompressingScheduler(Scheduler):
         return order
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Remove idle histories as well, because other weights may have computed them."""
+        """Reset the prefix cache as vLLM does, and remove idle histories as well, because other
+        weights may have computed them.
+        """
         if self.sessions is not None:
-            self.sessions.drop_idle()
+            self.sessions.remove_idle()
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
 
 class _CompressingAsyncScheduler(_CompressingScheduler, AsyncScheduler):
-    """The same for vLLM's asynchronous scheduler."""
+    """An asynchronous scheduler of vLLM that also decides when requests are compressed."""
 
 
 def _call_sessions(engine: EngineCore, method: str, arguments: Sequence[Any]) -> Any:
-    """Call a method of the `SessionStore` of an engine's scheduler."""
+    """Call a method of the `SessionStore` that belongs to the scheduler of an engine."""
     return getattr(engine.scheduler.sessions, method)(*arguments)
 
 
 def scheduler(*args: Any, **kwargs: Any) -> Any:
-    """Build the compressing counterpart of the scheduler that vLLM would have built.
+    """Build the scheduler that vLLM would have built, extended by the compression of requests.
 
     This also adds a method to vLLM's `EngineCore`, through which web servers list and delete
     sessions between two steps, and ends this process when its parent ends.

@@ -50,7 +50,8 @@ def engine_args(
     sessions: Sessions | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return arguments for ``vllm.LLM(model, **engine_args(budget=1024))`` or `AsyncEngineArgs`.
+    """Return the arguments with which vLLM compresses prompts, for ``vllm.LLM(model,
+    **engine_args(budget=1024))`` or `AsyncEngineArgs`.
 
     Args:
         budget: tokens kept per KV head and layer; 0 compresses only requests with
@@ -86,9 +87,9 @@ def engine_args(
     return {**options, **_plugin_arguments(settings, options)}
 
 
-def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `PLUGIN_OPTIONS` for some settings, combined with those that the user
-    has given.
+def _plugin_arguments(settings: ServingSettings, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `PLUGIN_OPTIONS` for the given settings, combined with the values that
+    the user has given.
 
     Raises:
         RefusedError: the user has given another worker or scheduler.
@@ -98,21 +99,21 @@ def _plugin_arguments(settings: ServingSettings, given: Mapping[str, Any]) -> di
     from snapkv_vllm.requests import check_name
 
     for option in ("worker_cls", "scheduler_cls"):
-        if given.get(option) not in (None, "auto"):
-            problem = f"snapkv sets this option itself, got {given[option]!r}"
-            raise wrong(option, problem, "Leave it out")
+        if options.get(option) not in (None, "auto"):
+            problem = f"this option is set by snapkv and cannot be changed, got {options[option]!r}"
+            raise wrong(option, problem, "Remove this option")
     return {
         "worker_cls": "snapkv_vllm.worker.CompressingWorker",
         "scheduler_cls": "snapkv_vllm.scheduler.scheduler",
-        "additional_config": {**(given.get("additional_config") or {}), **settings.to_config()},
-        "logits_processors": [*(given.get("logits_processors") or ()), check_name(settings)],
+        "additional_config": {**(options.get("additional_config") or {}), **settings.to_config()},
+        "logits_processors": [*(options.get("logits_processors") or ()), check_name(settings)],
     }
 
 
 def command_line(
     model: str, settings: ServingSettings, options: Sequence[str], *, name: str
 ) -> str:
-    """Return the shell command that starts the same server with ``vllm serve``.
+    """Return the shell command with which ``vllm serve`` starts the same server.
 
     Args:
         model: the model that vLLM loads.
@@ -128,15 +129,15 @@ def command_line(
     for word in options:
         option = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if option.startswith("--") and option[2:].replace("-", "_") in PLUGIN_OPTIONS:
-            problem = "with --print-command, vLLM would use it instead of the printed one"
-            raise wrong(option, problem, "Leave it out, and join the two values by hand")
+            problem = "vLLM would use this value instead of the value that --print-command prints"
+            raise wrong(option, problem, "Remove it, and join the two values by hand")
     named = () if _NAME in options else (_NAME, name)
     own = [*_command_words(_plugin_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
     return shlex.join(["vllm", "serve", model, *own, *options])
 
 
 def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words of a command line that set these options of vLLM."""
+    """Yield the words of a command line that sets the given options of vLLM."""
     for name, value in options.items():
         yield "--" + name.replace("_", "-")
         if isinstance(value, list):
@@ -148,7 +149,7 @@ def _command_words(options: Mapping[str, Any]) -> Iterator[str]:
 def serve(
     model: str, settings: ServingSettings, options: Sequence[str], *, name: str | None = None
 ) -> None:
-    """Run ``vllm serve`` until it is stopped.
+    """Run ``vllm serve`` with compressed prompts until it is stopped.
 
     Args:
         model: the model that vLLM loads, a folder or a hub id.
@@ -167,7 +168,9 @@ def serve(
 
 
 def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
-    """Return vLLM's command ``serve`` and the parsed options, to which the middleware is added."""
+    """Return vLLM's command ``serve`` and the options that it has parsed. The middleware of this
+    plugin is added to them.
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -181,7 +184,7 @@ def parse_options(model: str, options: Sequence[str]) -> tuple[Any, Any]:
 
 
 def _run(model: str, settings: ServingSettings, options: Sequence[str], name: str) -> None:
-    """Start the server in this process.
+    """Start the server in this process, and return when it has stopped.
 
     Raises:
         InvalidArgumentError: vLLM refuses an option.
@@ -193,8 +196,8 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
     command, args = parse_options(model, options)
     args.served_model_name = args.served_model_name or [name]
     _leave_memory_free(args, AsyncEngineArgs.gpu_memory_utilization)
-    given = {option: getattr(args, option) for option in PLUGIN_OPTIONS}
-    for option, value in _plugin_arguments(settings, given).items():
+    values = {option: getattr(args, option) for option in PLUGIN_OPTIONS}
+    for option, value in _plugin_arguments(settings, values).items():
         setattr(args, option, value)
     try:
         command.validate(args)
@@ -206,8 +209,8 @@ def _run(model: str, settings: ServingSettings, options: Sequence[str], name: st
 
 
 def _leave_memory_free(args: Any, default_share: float) -> None:
-    """Let the cache take a quarter of the free memory, on a machine without a GPU and unless the
-    user decides.
+    """Let the cache take only a quarter of the free memory, if the machine has no GPU and the user
+    has not set a size.
 
     vLLM itself takes `default_share` of the whole memory, and does not start if less than that is
     free. Changes `args` in place.

@@ -46,7 +46,9 @@ Each request of the session is compared with all of them.
 
 @dataclass(kw_only=True)
 class _SessionRequest:
-    """A request of a session: the history with which it begins, and how it was compressed."""
+    """A request of a session, with the history from which it continues and the way in which it is
+    compressed.
+    """
 
     owner: Owner
     extra_args: Mapping[str, Any]  # the settings of the request
@@ -64,9 +66,8 @@ class _SessionRequest:
 
 
 class SessionStore:
-    """The stored histories of sessions, which together take a limited number of blocks.
-
-    Each tenant has an equal share of them.
+    """The stored histories of all sessions of an engine. Together they take a limited number of
+    blocks, of which each tenant has an equal share.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class SessionStore:
         vllm_config: Any,
         kv_cache_config: Any,
     ) -> None:
-        """Compute the limit of the store, in blocks.
+        """Compute how many blocks of the cache the histories may take.
 
         Raises:
             UnsupportedModelError: some layers have no full attention, or the cache is too small for
@@ -84,10 +85,8 @@ class SessionStore:
         """
         assert settings.sessions is not None
         if len(managers) < len(kv_cache_config.kv_cache_groups):
-            problem = (
-                "sessions need full attention in every layer, and some layers have another kind"
-            )
-            raise wrong("snapkv", problem, "Leave --sessions out", UnsupportedModelError)
+            problem = "sessions need full attention in every layer, but some layers have none"
+            raise wrong("snapkv", problem, "Remove --sessions", UnsupportedModelError)
         self._managers, self._settings = list(managers.values()), settings
         self._metrics = Metrics(**labels_of(vllm_config))
         self._block_bytes = max(map(_block_bytes, kv_cache_config.kv_cache_groups))
@@ -103,14 +102,14 @@ class SessionStore:
             self._metrics.count(f"session_{name}", 0)
         self.report_metrics()
 
-    def _max_bytes(self, vllm_config: Any, kv_cache_config: Any, asked_bytes: int) -> int:
-        """Return how many bytes histories may take, so that the longest request always fits beside
-        them.
+    def _max_bytes(self, vllm_config: Any, kv_cache_config: Any, requested_bytes: int) -> int:
+        """Return how many bytes the histories may take, so that there is always enough memory left
+        for the longest request.
 
         Args:
             vllm_config: the configuration of vLLM.
             kv_cache_config: the configuration of the cache.
-            asked_bytes: the limit that the user has set; 0 for a quarter of the cache.
+            requested_bytes: the limit that the user has set; 0 for a quarter of the cache.
 
         Raises:
             UnsupportedModelError: the longest request leaves too little of the cache.
@@ -121,47 +120,48 @@ class SessionStore:
         per_token = sum(_block_bytes(group) // size for group, size in of_groups)
         longest = sum(cdiv(vllm_config.model_config.max_model_len, size) for size in sizes)
         free_bytes = (blocks - 1 - longest) * self._block_bytes  # vLLM never uses one of its blocks
-        most_bytes = asked_bytes or min(blocks * self._block_bytes // 4, free_bytes)
+        most_bytes = requested_bytes or min(blocks * self._block_bytes // 4, free_bytes)
         if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
             needed, free = format_bytes(max(most_bytes, 1)), format_bytes(max(0, free_bytes))
-            problem = f"histories need {needed} next to the longest request, which leaves {free}"
-            remedy = "Lower --session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+            problem = f"histories need {needed}, but the longest request leaves only {free}"
+            remedy = "Reduce --session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
             raise wrong("snapkv", problem, remedy, UnsupportedModelError)
         return most_bytes
 
     # New requests.
 
     def plan_request(self, request: Any, plan: PromptPlan) -> PromptPlan:
-        """Return the plan of a new request without a history; `plan_next` chooses the history
-        later.
+        """Return the plan of a new request without a history. A history is chosen later, by
+        `plan_next`.
 
         A request without a session, or whose prompt is not text, keeps `plan`.
         """
         params = request.sampling_params
-        given = dict((params and params.extra_args) or {})
-        if _NAME not in given or not _is_text(request):
+        extra_args = dict((params and params.extra_args) or {})
+        if _NAME not in extra_args or not _is_text(request):
             return plan
         lora = request.lora_request
-        owner = (given[_NAME], "" if lora is None else lora.lora_name, request.cache_salt or "")
-        spans = self._settings.spans_of_request(given)
+        adapter = "" if lora is None else lora.lora_name
+        owner = (extra_args[_NAME], adapter, request.cache_salt or "")
+        spans = self._settings.spans_of_request(extra_args)
         tokens, policy = plan.prompt_tokens, plan.policy
         may_use_history = params.prompt_logprobs is None and not request.skip_reading_prefix_cache
         turn = self._turns[request.request_id] = _SessionRequest(
             owner=owner,
-            extra_args=given,
+            extra_args=extra_args,
             prompt=DigestedTokens.from_ids(request.prompt_token_ids),
             may_use_history=may_use_history,
             spans=spans,
-            protected=self._settings.protected_spans_of(given, tokens),
+            protected=self._settings.protected_spans_of(extra_args, tokens),
             plan=TurnPlan(prompt_tokens=tokens, policy=policy, protect_first=plan.protect_first),
         )
         return turn.plan
 
     def plan_next(self, request_id: str) -> PromptPlan | None:
-        """Choose the history of a request that is about to be scheduled, and return its plan.
+        """Choose the history of a request that is about to be scheduled, and return the plan of the
+        request. The result is None if the request has no session.
 
-        None if the request has no session. The search is repeated only if the histories of the
-        session have changed.
+        The search is repeated only if the histories of the session have changed.
         """
         turn = self._turns.get(request_id)
         if turn is None:
@@ -174,8 +174,8 @@ class SessionStore:
         return turn.plan
 
     def _choose_history(self, turn: _SessionRequest) -> None:
-        """Choose the history that covers most of the prompt, and set `turn.history` and
-        `turn.plan`.
+        """Choose the history that covers the largest part of the prompt, and set `turn.history`,
+        `turn.compressed` and `turn.plan`. Nothing is set if no history can be used.
 
         Tokens are compared first. A plan is made only for a history that may cover more of the
         prompt than the best one so far.
@@ -206,35 +206,35 @@ class SessionStore:
                 )
 
     def _plan_after(self, turn: _SessionRequest, history: History) -> tuple[PromptPlan, int] | None:
-        """Plan a request that begins with `history`.
+        """Plan a request that continues from the given history.
 
         Returns:
             The plan, and how many last tokens of the prompt must be computed, at least 1. None if
             the request needs tokens that the history has dropped.
         """
-        at, tokens = history.compressed, len(turn.prompt)
-        left = at.remaining_edits(turn.spans, turn.protected)
+        prefix, tokens = history.compressed, len(turn.prompt)
+        left = prefix.remaining_edits(turn.spans, turn.protected)
         if left is None:
             return None
-        held_tokens = tokens - at.dropped_tokens
+        held_tokens = tokens - prefix.dropped_tokens
         plan = self._settings.plan_turn(turn.extra_args, held_tokens, left)
         ends = plan.next_compression(0, 0)
         voters = max(1, 0 if ends is None else ends.selector.query_tokens)
-        if tokens - voters >= at.tokens:
+        if tokens - voters >= prefix.tokens:
             return plan, voters
         # There are fewer new tokens than voters, so a later request will compress.
         return self._settings.plan_turn(turn.extra_args, held_tokens, left, votes=False), 1
 
     def _reset_searches(self, owner: Owner) -> None:
-        """Let the waiting requests of a session search again, because its histories have
-        changed.
+        """Let all waiting requests of a session search for a history again, because its histories
+        have changed.
         """
         for turn in self._turns.values():
             if turn.owner == owner:
                 turn.has_searched = False
 
     def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
-        """Pin a history until its request ends, and make it the most recently used one.
+        """Pin a history until the request has ended, and make it the most recently used history.
 
         If the request continues inside the last block, the tokens of the history after that point
         are removed from it, because they will be overwritten.
@@ -248,8 +248,10 @@ class SessionStore:
         self._reset_searches(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
-        """Return the plan of a request and the blocks of its history in each group; None if it has
-        no history.
+        """Return the plan of a request and the blocks of its history in each KV cache group. The
+        result is None if the request has no history.
+
+        Also records in the block managers that the request begins with these blocks.
         """
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:
@@ -261,23 +263,23 @@ class SessionStore:
         return turn.plan, tuple(blocks[: cdiv(held, size)] for blocks, size in of_groups)
 
     def dropped_tokens_of(self, request_id: str) -> int:
-        """Return how many tokens the history of a request has dropped; 0 if it has no history."""
+        """Return how many tokens were dropped from the history with which a request begins. The
+        result is 0 if it has no history.
+        """
         turn = self._turns.get(request_id)
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
     def pop_forgotten(self) -> tuple[int, ...]:
-        """Return the first blocks of histories and preempted requests that were removed since the
-        last call.
-
-        Blocks with which a stored history begins are left out.
+        """Return the first blocks of all histories that were removed and of all requests that were
+        preempted since the last call. Blocks with which a stored history begins are left out.
         """
         # Branches of a session may share their first blocks.
         held = {one.first_block for one in self._held}
-        gone, self._forgotten = set(self._forgotten) - held, []
-        return tuple(gone)
+        forgotten, self._forgotten = set(self._forgotten) - held, []
+        return tuple(forgotten)
 
     def record_compression(self, request_id: str, order: Order) -> None:
-        """Record that a request is compressed in the current step."""
+        """Record that a request is compressed at the end of the current step."""
         turn = self._turns.get(request_id)
         if turn is None or not order.is_due:
             return
@@ -288,15 +290,15 @@ class SessionStore:
         turn.first_block = order.moves[0].targets[0]
 
     def record_preemption(self, request_id: str) -> None:
-        """Record that a request has freed its blocks and will begin again."""
+        """Record that a request was preempted: it has freed its blocks and will begin again."""
         turn = self._turns.get(request_id)
         if turn is not None and turn.first_block is not None:
             self._forgotten.append(turn.first_block)
             turn.first_block = None
 
     def record_wait(self, request_id: str) -> None:
-        """Count and log a request that waits for blocks although no idle history is left, once for
-        each request.
+        """Count and log a request that has to wait for blocks that are pinned by other requests. A
+        request is counted only once.
         """
         pinned = self._count_unused_blocks(one for one in self._held if one.requests - {request_id})
         if pinned and request_id not in self._waiting:
@@ -307,7 +309,7 @@ class SessionStore:
             _logger.info(message, request_id, pinned)
 
     def _count_unused_blocks(self, histories: Iterable[History]) -> int:
-        """Count the blocks of some histories that no request uses."""
+        """Count the blocks of some histories that are not used by any request."""
         of_groups = zip(*(one.blocks for one in histories), strict=True)
         kept = zip(self._managers, of_groups, strict=False)
         return sum(manager.count_unused_blocks(blocks) for manager, blocks in kept)
@@ -315,8 +317,8 @@ class SessionStore:
     # Calls of the web server.
 
     def list_sessions(self, prefix: str) -> list[dict[str, Any]]:
-        """Describe the histories whose session names begin with `prefix`, least recently used
-        first.
+        """Return a description of each history whose session name begins with `prefix`. The history
+        that was used least recently comes first.
         """
         return [
             {
@@ -332,7 +334,7 @@ class SessionStore:
         ]
 
     def delete_session(self, session: str) -> dict[str, int]:
-        """Remove the histories of a session, unless one of its requests is running.
+        """Remove all histories of a session, unless one of its requests is still running.
 
         Returns:
             How many histories and how many running requests the session had.
@@ -348,7 +350,8 @@ class SessionStore:
     # Requests that have ended.
 
     def store_history(self, request: Any) -> None:
-        """Store what a request has computed as a history.
+        """Store the tokens that an ended request has computed as a history of its session, if this
+        is useful and possible.
 
         The caller must free the blocks of the request afterwards.
         """
@@ -362,13 +365,13 @@ class SessionStore:
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 self._metrics.count("session_requests")
                 self._metrics.count("session_tokens_not_read", turn.plan.prefix_tokens)
-        made = self._make_history(turn, request)
-        replaced = [] if made is None else self._find_replaced(made, turn.history)
-        if made is not None and self._make_space(made, replaced):
+        new = self._make_history(turn, request)
+        replaced = [] if new is None else self._find_replaced(new, turn.history)
+        if new is not None and self._make_space(new, replaced):
             for manager in self._managers:
-                tokens = made.held_tokens
-                made.blocks = [*made.blocks, manager.pin_blocks(request.request_id, tokens)]
-            self._held.append(made)
+                tokens = new.held_tokens
+                new.blocks = [*new.blocks, manager.pin_blocks(request.request_id, tokens)]
+            self._held.append(new)
             self._reset_searches(turn.owner)
             for one in replaced:
                 self._forget(one)
@@ -376,7 +379,9 @@ class SessionStore:
             self._forgotten.append(turn.first_block)
 
     def _make_history(self, turn: _SessionRequest, request: Any) -> History | None:
-        """Build the history of a request, without blocks; None if it would be of no use."""
+        """Build the history of an ended request, still without its blocks. The result is None if
+        the history could not be used.
+        """
         seen = min(request.num_computed_tokens, len(request.all_token_ids))
         dropped = turn.compressed.dropped_tokens
         holds = (one.holds(request.request_id, seen - dropped, dropped) for one in self._managers)
@@ -391,64 +396,62 @@ class SessionStore:
         prompt = hashlib.sha256(turn.prompt.ids.data).digest()
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
-    def _find_replaced(self, made: History, before: History | None) -> list[History]:
-        """Return the unused histories that `made` replaces: the one it continues, and those of the
-        same prompt.
+    def _find_replaced(self, new: History, before: History | None) -> list[History]:
+        """Return the unused histories that are replaced by `new`: the one from which it continues,
+        and all histories of the same prompt.
         """
         return [
             one
             for one in self._held
             if not one.requests
-            and (one is before or (one.owner, one.prompt) == (made.owner, made.prompt))
+            and (one is before or (one.owner, one.prompt) == (new.owner, new.prompt))
         ]
 
-    def _make_space(self, made: History, replaced: Sequence[History]) -> bool:
-        """Evict unused histories until `made` fits.
-
-        Return False, and evict nothing, if it cannot fit.
+    def _make_space(self, new: History, replaced: Sequence[History]) -> bool:
+        """Evict unused histories until there is enough space for `new`, and return True. If there
+        cannot be enough space, evict nothing and return False.
         """
         others = [one for one in self._held if one not in replaced]
-        of_name = [one for one in others if one.owner[0] == made.owner[0]]
+        of_name = [one for one in others if one.owner[0] == new.owner[0]]
         idle_of_name = [one for one in of_name if not one.requests]
         beyond = max(0, len(of_name) + 1 - _MAX_HISTORIES_PER_SESSION)
         if beyond > len(idle_of_name):
             return False
-        gone = idle_of_name[:beyond]
+        evicted = idle_of_name[:beyond]
         measures: tuple[tuple[int, Callable[[History], int]], ...] = (
             (self._max_blocks, lambda one: one.block_count(self._sizes)),
             (_MAX_HISTORIES, lambda one: 1),
         )
         for most, size_of in measures:
             taken: Counter[str] = Counter()
-            staying = [one for one in others if one not in gone]
-            for one in (made, *staying):
+            staying = [one for one in others if one not in evicted]
+            for one in (new, *staying):
                 taken[one.tenant] += size_of(one)
             idle = [one for one in staying if not one.requests]
             leaving, lacking = choose_evictions(idle, taken, most, size_of)
             if lacking:
                 return False
-            gone += leaving
-        for one in gone:
-            self._drop(one)
+            evicted += leaving
+        for one in evicted:
+            self._evict(one)
         return True
 
     def evict_least_recent(self) -> bool:
-        """Evict the least recently used history that no request uses.
-
-        Return whether there was one.
+        """Evict the least recently used history that no request uses, and return whether there was
+        one.
         """
         idle = next((one for one in self._held if not one.requests), None)
         if idle is not None:
-            self._drop(idle)
+            self._evict(idle)
             self.report_metrics()
         return idle is not None
 
-    def _drop(self, history: History) -> None:
+    def _evict(self, history: History) -> None:
         self._forget(history)
         self._metrics.count("session_histories_dropped")
 
-    def drop_idle(self) -> None:
-        """Remove all histories that no request uses."""
+    def remove_idle(self) -> None:
+        """Remove all histories that are not used by any request."""
         for one in [one for one in self._held if not one.requests]:
             self._forget(one)
         self.report_metrics()
@@ -461,9 +464,8 @@ class SessionStore:
             manager.unpin_blocks(blocks)
 
     def report_metrics(self) -> None:
-        """Set the metrics of the stored histories.
-
-        The caller must have freed the blocks of an ended request.
+        """Set the metrics of the stored histories. If a request has ended, the caller must have
+        freed its blocks.
         """
         blocks = sum(one.block_count(self._sizes) for one in self._held)
         self._metrics.set("session_histories", len(self._held))
@@ -474,7 +476,7 @@ class SessionStore:
 
 
 def _block_bytes(group: Any) -> int:
-    """Return the bytes of a block in one group of layers."""
+    """Return the number of bytes that a block takes in one KV cache group."""
     spec = group.kv_cache_spec
     if hasattr(spec, "kv_cache_specs"):  # layers of different sizes
         return sum(one.page_size_bytes for one in spec.kv_cache_specs.values())

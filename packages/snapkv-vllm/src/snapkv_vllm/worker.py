@@ -19,10 +19,10 @@ else:
 
 
 class CompressingWorker(PlatformWorker):
-    """A worker whose runner carries out the orders of the compressing scheduler."""
+    """A worker of vLLM whose runner carries out the orders of the compressing scheduler."""
 
     def init_device(self) -> None:
-        """Initialize the device as vLLM does, and then extend the runner of the worker.
+        """Initialize the device as vLLM does, and then extend the runner that was built for it.
 
         Raises:
             UnsupportedModelError: the engine cannot serve with the settings of the server.

@@ -50,18 +50,18 @@ def test_correct_settings_and_unrelated_fields_are_accepted(body):
             for name in REQUEST_SETTINGS
         ),
         ({"sampling_params": {"budget": 64}}, 'Write "vllm_xargs": {"snapkv_budget": ...}'),
-        ({"extra_body": {"vllm_xargs": {"decay": 64}}}, "decay: .* ignored outside vllm_xargs"),
-        ({"sampling_params": {"snapkv_decay": 0.9}}, "snapkv_decay: the setting is ignored"),
-        ({"extra_body": RIGHT}, "snapkv_budget: the setting is ignored"),
-        ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: the setting is ignored"),
+        ({"extra_body": {"vllm_xargs": {"decay": 64}}}, "decay: .* ignored unless it is inside"),
+        ({"sampling_params": {"snapkv_decay": 0.9}}, "snapkv_decay: this setting is ignored"),
+        ({"extra_body": RIGHT}, "snapkv_budget: this setting is ignored"),
+        ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: this setting is ignored"),
         ({**RIGHT, "use_beam_search": True}, "snapkv_budget: .* with use_beam_search"),
         ({"vllm_xargs": {"budget": 64}}, "budget: .* Write snapkv_budget"),
         ({"vllm_xargs": {"protect_first": 4}}, "Write snapkv_protect_first"),
-        ({"vllm_xargs": {"snapkv_document": "law"}}, "snapkv_document: this setting does not"),
+        ({"vllm_xargs": {"snapkv_document": "law"}}, "snapkv_document: this server has no setting"),
         ({"vllm_xargs": {"snapkv-window-size": 16}}, "Write snapkv_window_size"),
         ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "Write snapkv_decay"),
         ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* Write snapkv_budget"),
-        ({"vllm_xargs": {"snapkv_\n": 1}}, r"snapkv_\\n: .* expected one of snapkv_budget"),
+        ({"vllm_xargs": {"snapkv_\n": 1}}, r"snapkv_\\n: .* only snapkv_budget"),
     ],
     ids=str,
 )
@@ -75,7 +75,10 @@ def test_wrong_and_misplaced_settings_are_refused_by_name(body, words):
     [
         ({"snapkv_spans": [], "vllm_xargs": {"snapkv_spans": "[]"}}, "snapkv_spans: .* twice"),
         ({"session_id": "a", "vllm_xargs": {"snapkv_session": "a"}}, "snapkv_session: .* twice"),
-        ({"session_id": "a", "agent_hint": {"session_id": "b"}}, "session_id: .* another session"),
+        (
+            {"session_id": "a", "agent_hint": {"session_id": "b"}},
+            "session_id: .* not the same",
+        ),
     ],
     ids=str,
 )
@@ -87,7 +90,7 @@ def test_setting_at_two_places_is_refused(body, words):
 
 @pytest.mark.parametrize("path", ENDPOINTS_WITHOUT_XARGS)
 def test_setting_is_refused_at_endpoints_that_ignore_it(path):
-    with pytest.raises(SnapKVError, match=f"snapkv_budget: {path} ignores settings inside"):
+    with pytest.raises(SnapKVError, match=f"the endpoint {path} ignores all settings in"):
         require_settings(RIGHT, SETTINGS, path)
     require_settings({"vllm_xargs": {"session": "mine"}}, SETTINGS, path)
     require_settings({"sampling_params": {"extra_args": RIGHT["vllm_xargs"]}}, SETTINGS, path)
@@ -107,7 +110,7 @@ def test_setting_is_refused_at_endpoints_that_ignore_it(path):
 )
 def test_option_that_would_override_a_printed_one_is_refused(options):
     """vLLM takes the last of each: the server would compress by other settings, or not check."""
-    with pytest.raises(InvalidArgumentError, match="with --print-command"):
+    with pytest.raises(InvalidArgumentError, match="--print-command prints"):
         command_line("folder", SETTINGS, options, name="demo")
 
 

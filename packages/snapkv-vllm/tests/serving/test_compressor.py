@@ -192,7 +192,7 @@ def test_pages_of_each_head_contain_what_the_librarys_cache_keeps(
     cache = CompressedCache(model, policy)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    kept = torch.stack(list(apart._kept["a"].of_layers.values()))
+    kept = torch.stack(list(apart._kept["a"].counts_by_layer.values()))
     pages = HeadPages.from_caches(*memory)
     places = HeadPlaces(kept.flatten(), BLOCK).page_places(torch.arange(len(blocks))[None])
     for depth, (_, keys, values) in enumerate(states):

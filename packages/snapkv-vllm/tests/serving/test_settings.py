@@ -107,24 +107,24 @@ def test_other_methods_keep_positions_and_accept_their_own_parameters():
     [
         ({"policy": "pyramidkv"}, "for which across-layers"),
         ({"policy": "adakv", "parameters": {"safeguard": 0}}, "safeguard"),
-        ({"policy": "adakv", "parameters": {"policy": "snapkv"}}, "expected a parameter of adakv"),
+        ({"policy": "adakv", "parameters": {"policy": "snapkv"}}, "the method adakv has only"),
         ({"policy": "adakv", "budget": 16}, "window_size=32"),
-        ({"parameters": {"safeguard": 0.5}}, "expected a parameter of default"),
-        ({"policy": "snapvk"}, "did you mean snapkv"),
-        ({"policy": ["snapkv"]}, "expected one of"),
+        ({"parameters": {"safeguard": 0.5}}, "the method default has only"),
+        ({"policy": "snapvk"}, "Did you mean snapkv"),
+        ({"policy": ["snapkv"]}, "the method must be one of"),
         ({"budget": -1}, "at least 0"),
         ({"budget": 1.5}, "an integer"),
         ({"budget": True}, "an integer"),
         ({"budget": 16}, "window_size=16"),
-        ({"parameters": {"budget": 64}}, "budget: expected a parameter of default"),
+        ({"parameters": {"budget": 64}}, "budget: the method default has only"),
         ({"parameters": {"voters": 129}}, "voters: expected at most 128 .* --max-window-size 129"),
-        ({"policy": "tova", "parameters": {"voters": 8}}, "expected a parameter of tova"),
-        ({"parameters": {"kernel": 3}}, "did you mean kernel_size"),
+        ({"policy": "tova", "parameters": {"voters": 8}}, "the method tova has only"),
+        ({"parameters": {"kernel": 3}}, "Did you mean kernel_size"),
         ({"parameters": {"kernel_size": 4}}, "odd"),
-        ({"parameters": {"group_reduce": "none"}}, "once per KV head"),
-        ({"parameters": {"keep_ratio": 0.5}}, "expected a parameter of default"),
+        ({"parameters": {"group_reduce": "none"}}, "stored per KV head"),
+        ({"parameters": {"keep_ratio": 0.5}}, "the method default has only"),
         ({"policy": "streaming-llm", "parameters": {"positions": "cache"}}, "not rotated"),
-        ({"policy": "streaming-llm", "parameters": {"recent": 5}}, "expected a parameter"),
+        ({"policy": "streaming-llm", "parameters": {"recent": 5}}, "has only the parameters"),
         ({"policy": "streaming-llm", "budget": 3}, "expected start"),
     ],
 )
@@ -154,7 +154,7 @@ def test_settings_that_cannot_be_served_are_refused_at_the_start(given, words):
         ({"snapkv_kernel_size": 6}, InvalidArgumentError, "kernel_size"),
         ({"snapkv_pooling": "median"}, InvalidArgumentError, "pooling"),
         ({"snapkv_pooling": ["max"]}, InvalidArgumentError, "pooling"),
-        ({"snapkv_decay": 0.9}, InvalidArgumentError, "decay: expected none with pooling='max'"),
+        ({"snapkv_decay": 0.9}, InvalidArgumentError, "decay: expected no decay with pooling"),
         ({"snapkv_pooling": "fading", "snapkv_decay": "0.9"}, InvalidTypeError, "decay"),
         (
             {"snapkv_pooling": "fading", "snapkv_kernel_size": 5},
@@ -162,7 +162,7 @@ def test_settings_that_cannot_be_served_are_refused_at_the_start(given, words):
             "has a decay",
         ),
         ({"snapkv_kernel_size": [1]}, InvalidArgumentError, "pair"),
-        ({"snapkv_kernel": 5}, InvalidArgumentError, "did you mean snapkv_kernel_size"),
+        ({"snapkv_kernel": 5}, InvalidArgumentError, "Did you mean snapkv_kernel_size"),
         ({"snapkv_policy": "tova"}, InvalidArgumentError, "snapkv_policy"),
         ({"snapkv_": 1}, InvalidArgumentError, "snapkv_"),
     ],
@@ -174,7 +174,7 @@ def test_wrong_settings_of_a_request_are_refused_by_name(budget, given, error, w
 
 @pytest.mark.parametrize("policy", ["tova", "streaming-llm"])
 def test_voters_are_refused_for_a_method_without_them(policy):
-    with pytest.raises(InvalidArgumentError, match=r"^snapkv_voters: this setting does not exist"):
+    with pytest.raises(InvalidArgumentError, match=r"^snapkv_voters: this server has no setting"):
         ServingSettings(policy=policy).policy_for_request({"snapkv_voters": 8})
 
 
@@ -243,7 +243,7 @@ def test_limits_and_sessions_survive_a_round_trip_through_json(own, entry):
     [
         ({"most_bytes": -1}, "most_bytes: expected at least 0"),
         ({"most_bytes": "2GiB"}, "most_bytes: expected an integer"),
-        ({"bytes": 1}, "sessions: expected most_bytes"),
+        ({"bytes": 1}, "sessions: there is no limit .* only most_bytes"),
     ],
 )
 def test_wrong_values_of_sessions_are_refused_by_name(entry, words):
@@ -253,11 +253,12 @@ def test_wrong_values_of_sessions_are_refused_by_name(entry, words):
 
 @pytest.mark.parametrize(("budget", "tokens"), [("12%", ", 983 for 8k"), ("64MiB", "")])
 def test_budget_in_bytes_is_refused_with_the_command_that_gives_tokens(budget, tokens):
-    said = f"snapkv plan --context N --budget {budget} keeps of N tokens{tokens}."
+    said = f"snapkv plan --context N --budget {budget} shows for N tokens{tokens}."
     with pytest.raises(InvalidArgumentError) as error:
         ServingSettings(budget=budget)
     assert str(error.value) == (
-        f"budget: expected a number of tokens on a server, got '{budget}'. Pass what {said}"
+        f"budget: this must be a number of tokens on a server, got '{budget}'. "
+        f"Use the number that {said}"
     )
-    with pytest.raises(InvalidArgumentError, match=r"^snapkv_budget: expected a number of tokens"):
+    with pytest.raises(InvalidArgumentError, match=r"^snapkv_budget: this must be a number of"):
         ServingSettings().policy_for_request({"snapkv_budget": budget})

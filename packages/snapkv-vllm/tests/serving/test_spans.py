@@ -62,19 +62,19 @@ def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
     assert policy.query_tokens == 0
     assert count_kept_tokens(policy, 94) == 64
     require_spans_fit(policy, 41)
-    with pytest.raises(SnapKVError, match="because the last token is kept, got 10 to 40"):
+    with pytest.raises(SnapKVError, match=r"drop 10 to 40 of .* the last token is kept"):
         require_spans_fit(policy, 40)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (said((0, 60, "protect")), "do not fit into the budget of 64"),
+        (said((0, 60, "protect")), "exceeds the budget of 64"),
         (said((5, 9, "compress")), "budget: expected a value"),
-        (said((5, 9, "drop"), budget=3), "drop takes no budget"),
+        (said((5, 9, "drop"), budget=3), "have a budget, not those to drop"),
         (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
         ([{"role": "tool", "do": "drop"}], "the fields start, end, do, budget, got .role."),
-        (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 spans to"),
+        (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 spans of"),
     ],
 )
 def test_wrong_spans_are_refused_in_one_line(given, words):
@@ -123,7 +123,7 @@ def test_compressed_span_may_end_at_the_window_for_any_voters(voters):
 def test_span_with_attention_sinks_cannot_be_compressed():
     settings = ServingSettings(policy="streaming-llm", budget=64)
     assert StreamingLLM(64).start == 4
-    with pytest.raises(InvalidArgumentError, match="because the first 4 tokens stay"):
+    with pytest.raises(InvalidArgumentError, match="because the first 4 are kept"):
         settings.plan_request({SPANS_FIELD: said((2, 30, "compress"), budget=3)}, 100)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models and of what studies have found about models.
+    """Return the folder that holds converted models and the results of studies of models.
 
-    It is $SNAPKV_CACHE_DIR, else $XDG_CACHE_HOME/snapkv, else ~/.cache/snapkv.
+    It is $SNAPKV_CACHE_DIR if this is set, otherwise $XDG_CACHE_HOME/snapkv or ~/.cache/snapkv.
     """
     if folder := os.environ.get("SNAPKV_CACHE_DIR"):
         return Path(folder).expanduser()

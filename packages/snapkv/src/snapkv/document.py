@@ -77,12 +77,12 @@ class Document:
 
     @property
     def tokens(self) -> int:
-        """T, the length of the document."""
+        """The length of the document in tokens, T."""
         return int(self.input_ids.shape[1])
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the document's offloaded keys and values."""
+        """The number of bytes of the document's offloaded keys and values."""
         return self._cache.report().host_bytes
 
     def inputs(self, questions: Sequence[Sequence[int] | Tensor]) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class Document:
         tensors = [_token_ids(question).to(self.input_ids.device) for question in questions]
         if not tensors or not all(question.ndim == 1 and len(question) for question in tensors):
             shapes = [tuple(question.shape) for question in tensors]
-            problem = f"expected at least one, each a list of token ids, got shapes {shapes}"
-            raise wrong("questions", problem, "Pass [tokenizer(text).input_ids]")
+            problem = f"expected a list of token ids for each question, got shapes {shapes}"
+            raise wrong("questions", problem, "Pass for instance [tokenizer(text).input_ids]")
         longest = max(map(len, tensors))
         pads = longest - torch.tensor([len(question) for question in tensors])
         rows = [torch.cat([self.input_ids[0], question]) for question in tensors]
@@ -136,9 +136,9 @@ class Document:
         hybrid = cache.is_hybrid
         if hybrid and bool(pads.any()):
             name, apart = type(self.model).__name__, int(pads.max())
-            layers = f"since some layers of {name} keep the last tokens only"
-            problem = f"expected questions of one length {layers}, got a difference of {apart}"
-            raise wrong("questions", problem, "Ask them one by one")
+            layers = f"because some layers of {name} keep only the last tokens"
+            problem = f"expected the same length, {layers}, got lengths that differ by {apart}"
+            raise wrong("questions", problem, "Ask the questions one by one")
         window, seen = cache.prompt_state.policy.query_tokens, self.tokens
         if not hybrid and window != ALL_QUERIES:
             seen += longest - max(longest, window)
@@ -152,21 +152,31 @@ class Document:
         return cache
 
     def save(self, path: str | Path, *, bits: Bits | KVCodes | None = None) -> None:
-        """Write the document with its keys and values to a file; see `CompressedCache.save`."""
+        """Write the document with its keys and values to a file.
+
+        The arguments and errors are those of `CompressedCache.save`.
+        """
         self._cache.save(path, beside={"input_ids": self.input_ids}, bits=bits)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel, **options: Any) -> Self:
-        """Load a document that `save` wrote; options and other errors as in `CompressedCache.load`.
+        """Load a document from a file that `save` has written.
+
+        Args:
+            path: the file.
+            model: the model that has read the document.
+            options: further arguments of `CompressedCache.load`, which also lists further errors.
 
         Raises:
+            CacheFileError: the file is missing or damaged.
+            CacheMismatchError: the document was read by another model.
             InvalidArgumentError: the file holds a saved cache that is not a document.
         """
         document = cls.__new__(cls)
         document.model = model
         document._cache, beside = CompressedCache.load_with(path, model, **options)
         if "input_ids" not in beside or document._cache.report().kept_tokens:
-            problem = f"{str(path)!r} is a saved cache and no document"
+            problem = f"the file {str(path)!r} contains a saved cache and not a document"
             raise wrong("path", problem, "Load it with CompressedCache.load")
         document.input_ids = beside["input_ids"].to(device_of(model))
         return document
@@ -183,13 +193,13 @@ def _token_ids(question: Any) -> Tensor:
     except (RuntimeError, TypeError, ValueError):  # a text, a token of None, uneven lists
         ids = None
     if ids is None or (ids.numel() and ids.is_floating_point()):
-        problem = f"expected token ids of each, got {question!r:.60}"
+        problem = f"expected the token ids of each question, got {question!r:.60}"
         raise wrong("questions", problem, "Pass [tokenizer(text).input_ids]", InvalidTypeError)
     return ids
 
 
 def _one_row(input_ids: Any) -> Tensor:
-    """Return the document's tokens as one row: (1, T).
+    """Return the token ids of a document as a tensor with one row, (1, T).
 
     Raises:
         InvalidTypeError: `input_ids` is not a tensor of integers.
@@ -203,5 +213,5 @@ def _one_row(input_ids: Any) -> Tensor:
     row = input_ids[None] if input_ids.ndim == 1 else input_ids
     if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
         problem = f"expected the tokens of one document, got shape {tuple(input_ids.shape)}"
-        raise wrong("input_ids", problem, "Make a Document of each")
+        raise wrong("input_ids", problem, "Make a Document for each text")
     return row

@@ -8,8 +8,7 @@
     │   ├── DocumentError                   a document is missing, empty or not text
     │   ├── CacheFileError                  a saved cache is missing, damaged or cannot be written
     │   ├── CacheMismatchError              the cache belongs to another model, batch or prompt
-    │   └── LibraryError                    a library is missing, damaged, in use, or of another
-    model
+    │   └── LibraryError                    a library is damaged, in use, or of another model
     ├── InvalidTypeError (TypeError)        an argument has the wrong type
     ├── UnsupportedModelError (ValueError)  the model or its mask cannot be compressed correctly
     ├── MissingDependencyError (ImportError) an optional package is not installed
@@ -41,7 +40,7 @@ class BudgetTooSmallError(InvalidArgumentError):
 
 
 class ModelNotFoundError(InvalidArgumentError):
-    """There is no model with that hub id, folder or file name."""
+    """No model was found under the given name: it is no hub id, folder or file."""
 
 
 class DocumentError(InvalidArgumentError):
@@ -57,7 +56,10 @@ class CacheMismatchError(InvalidArgumentError):
 
 
 class LibraryError(InvalidArgumentError):
-    """A folder is no library, or the library is damaged, in use, or was read by another model."""
+    """A library cannot be used.
+
+    The folder is not a library, or the library is damaged, in use, or was read by another model.
+    """
 
 
 class InvalidTypeError(SnapKVError, TypeError):
@@ -77,7 +79,7 @@ class OutputError(SnapKVError, OSError):
 
 
 class OutOfMemoryError(SnapKVError, MemoryError):
-    """The device has no memory left; the message names what would fit."""
+    """A device has run out of memory. The message says how to make the prompt fit."""
 
 
 def wrong(

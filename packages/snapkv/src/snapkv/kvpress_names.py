@@ -155,7 +155,7 @@ def unknown_argument(method: str, name: str, value: Any, known: Sequence[str]) -
         An InvalidTypeError for the caller to raise.
     """
     if name == "compression_ratio":
-        problem = "expected keep_ratio=, the fraction that is kept, or a budget"
+        problem = "expected keep_ratio=..., which is the fraction of tokens to keep, or a budget"
         return wrong(name, problem, instead_of(f"{method}Press", value), InvalidTypeError)
     problem = f"unknown argument of {method}, expected one of {', '.join(known) or 'none'}"
     remedy = _instead_of_argument(method, name, value, known)
@@ -180,7 +180,7 @@ def _inside(known: Sequence[str], name: str, value: Any) -> str:
 
 
 def instead_of(name: str, compression_ratio: Any = 0.75) -> str:
-    """Return what to write instead of a name of kvpress, and the page with more.
+    """Return a sentence that says what to write instead of a class of kvpress.
 
     Args:
         name: a class of kvpress.

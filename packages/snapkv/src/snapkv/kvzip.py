@@ -1,8 +1,9 @@
-"""Read a context before its questions, and keep what the model needs to repeat it.
+"""Read a context before its questions are known, and keep what the model needs to repeat it.
 
-The first reading fills the cache. In the second the model reads the text again, piece by piece,
-each after the whole text, as if it repeated it; its queries show which keys that needs. Then the
-policy selects, and the cache is as after any compressed prompt.
+The context is read twice. The first reading fills the cache. In the second reading, the model reads
+the text again in pieces, each of them directly after the whole text, as if the model repeated it.
+The attention of these pieces shows which keys are needed to repeat the text. Then the policy
+selects, and the cache is in the same state as after any other compressed prompt.
 """
 
 import contextlib
@@ -73,16 +74,17 @@ def read_twice(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> None:
-    """Fill an empty cache with a context; other arguments and errors as in `read_context`.
+    """Read a context into an empty cache, and compress it.
 
-    After an error the cache is empty again.
+    Changes `cache` in place; after an error it is empty again. The other arguments and the other
+    errors are those of `read_context`.
 
     Raises:
-        CacheMismatchError: the cache has seen tokens.
+        CacheMismatchError: the cache has already seen tokens.
     """
     if seen := cache.get_seq_length():
-        problem = f"expected an empty one, got one that has seen {seen:,} tokens"
-        raise wrong("cache", problem, "Call cache.reset()", CacheMismatchError)
+        problem = f"expected an empty cache, got a cache that has seen {seen:,} tokens"
+        raise wrong("cache", problem, "Call cache.reset() first", CacheMismatchError)
     try:
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
         with cache.prompt_state.attending():
@@ -126,12 +128,13 @@ def read_layers(
     *,
     instruction_ids: Sequence[int] = (),
 ) -> list[PromptLayer]:
-    """Read a context twice into an empty cache, which then holds all of it.
+    """Read a context twice into an empty cache, and compute its scores without evicting anything.
 
-    Other arguments as in `read_context`.
+    Afterwards the cache holds all tokens of the context. The other arguments are those of
+    `read_context`.
 
     Returns:
-        Every layer with its scores, as its policy gets it.
+        For each layer the view from which its policy selects, with the scores.
 
     Raises:
         InvalidArgumentError: the policy does not use a second reading, or there is no text.
@@ -144,7 +147,7 @@ def read_layers(
     scorer, tokens = _require_scorer(cache.policy), input_ids.shape[1]
     if cache.is_hybrid:
         name = type(model).__name__
-        problem = f"expected full attention in every layer, but some of {name} keep a window only"
+        problem = f"expected full attention in every layer, but some layers of {name} have a window"
         raise wrong("model", problem, "Use ExpectedAttention or SnapKV", UnsupportedModelError)
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
@@ -166,16 +169,19 @@ def read_layers(
 
 
 def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
-    """Return how many positions the model has after `read_tokens` tokens.
+    """Return how many more positions the model has after `read_tokens` tokens.
+
+    Returns:
+        The number of positions; `read_tokens` for a model without a limit.
 
     Raises:
-        PromptTooLongError: it has none.
+        PromptTooLongError: no position is left.
     """
     positions = max_positions(model)
     if positions is None:
         return read_tokens
     if read_tokens >= positions:
-        tokens = f"{read_tokens:,} tokens with the instruction"
+        tokens = f"{read_tokens:,} tokens, the instruction included,"
         problem = f"{tokens} leave none of the model's {positions:,} positions to repeat the text"
         remedy = "Shorten the text, or use ExpectedAttention, which reads it once"
         raise wrong("input_ids", problem, remedy, PromptTooLongError)
@@ -183,7 +189,7 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
 
 
 def require_one_reading(policy: Policy, remedy: str) -> None:
-    """Raise if `policy` needs `read_context`, but the caller reads a prompt once.
+    """Raise if the policy needs a second reading, for a caller that reads a prompt only once.
 
     Args:
         policy: the policy to check.
@@ -197,17 +203,17 @@ def require_one_reading(policy: Policy, remedy: str) -> None:
 
 
 def _require_scorer(policy: Policy) -> KVzip:
-    """Return the `KVzip` inside `policy`.
+    """Return the `KVzip` policy that scores for `policy`, which may be `policy` itself.
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: `policy` is not a `KVzip` and does not wrap one.
     """
     scorer: Any = policy
     while hasattr(scorer, "policy"):
         scorer = scorer.policy
     if not isinstance(scorer, KVzip):
-        problem = f"expected KVzip, or AdaKV(KVzip(...)), got {policy!r}"
-        raise wrong("policy", problem, "Read the prompt once, with model.generate")
+        problem = f"expected KVzip or a policy around it, such as AdaKV(KVzip()), got {policy!r}"
+        raise wrong("policy", problem, "Read the prompt only once, with model.generate")
     return scorer
 
 
@@ -215,13 +221,13 @@ def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
     """Return the attention module of a layer.
 
     Raises:
-        UnsupportedModelError: the layer has not exactly one.
+        UnsupportedModelError: the layer has several attention modules, or none.
     """
     modules = attention_modules(model, [index])[index]
     if len(modules) != 1:
         found = f"{len(modules)} in layer {index} of {type(model).__name__}"
-        problem = f"expected one attention module per layer for KVzip(plus=True), got {found}"
-        raise wrong("model", problem, "Leave plus out", UnsupportedModelError)
+        problem = f"KVzip(plus=True) needs one attention module in each layer, got {found}"
+        raise wrong("model", problem, "Leave out plus for this model", UnsupportedModelError)
     return modules[0]
 
 
@@ -236,7 +242,7 @@ class _Repetition(Hook):
 
 
 class _Observer:
-    """Collects the most attention that each position of a layer gets from any piece."""
+    """Collects, for each position of a layer, the highest attention that any piece pays to it."""
 
     def __init__(self, tokens: int, *, plus: bool) -> None:
         self._tokens, self._plus = tokens, plus
@@ -260,7 +266,7 @@ class _Observer:
         self._received = most if self._received is None else self._received.maximum(most)
 
     def prompt(self) -> PromptLayer:
-        """Return the layer as a policy gets it, with the collected scores."""
+        """Return the view of the layer from which a policy selects, with the collected scores."""
         assert self._seen is not None
         protected = self._seen.protected
         return replace(

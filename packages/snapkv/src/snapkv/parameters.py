@@ -49,7 +49,7 @@ class WithParameters(ABCMeta):
 def _misplaced(
     class_name: str, args: tuple[Any, ...], by_place: list[str], known: list[str]
 ) -> SnapKVError:
-    """Return the error for too many positional arguments."""
+    """Return the error for a call with too many positional arguments."""
     others = [name for name in known if name not in by_place]
     expected = f"expected {' and '.join(by_place) or 'no argument'} by position"
     problem = f"{expected}, got {len(args)} arguments"

@@ -1,6 +1,6 @@
-"""What the kept tokens of a layer cost in bytes, and how many fit into a budget.
+"""How many bytes the kept tokens of a layer take, and how many tokens fit into a budget in bytes.
 
-Importable without torch, so that plans and caches share this arithmetic.
+This module can be imported without torch, so that plans and caches share its arithmetic.
 """
 
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class TokenCost:
 
     @property
     def spare_tokens(self) -> int:
-        """How many tokens more than its own each head's blocks may have room for, at most."""
+        """The largest number of free slots in the last block of a head; 0 for even counts."""
         return self.block_tokens - 1 if self.uneven else 0
 
     def held_bytes(self, tokens: int) -> int:
-        """Return the bytes of `tokens` kept tokens."""
+        """Return how many bytes `tokens` kept tokens take, rounded up to whole blocks."""
         return -(-(tokens + self.spare_tokens) // self.block_tokens) * self.block_bytes
 
     def fitting_tokens(
@@ -48,11 +48,11 @@ class TokenCost:
         """Count the tokens of a row that fit into one layer's part of a budget in bytes.
 
         Args:
-            share: the fraction of the bytes of the full cache in all layers together; None with
-                `given`.
-            given: bytes in all layers together; None with `share`.
-            own: tokens of the row's prompt; more than these may fit.
-            least: tokens that must be kept, whatever the share.
+            share: the budget as a fraction of the bytes that the full cache takes in all layers
+                together; None if `given` is passed.
+            given: the budget in bytes for all layers together; None if `share` is passed.
+            own: how many tokens the row's prompt has. The result may be larger.
+            least: how many tokens must be kept; `share` never gives fewer.
             depth: the index of the layer among those that are compressed, from 0.
             layers: how many layers are compressed.
 
@@ -66,7 +66,7 @@ class TokenCost:
             if share is None:
                 needed = f"expected at least {layers * self.held_bytes(least):,} bytes"
                 problem = f"{needed} for the {least} tokens of window and sinks, got {given:,}"
-                remedy = "Raise it, lower window_size or sink_tokens, or pass a share or tokens"
+                remedy = "Raise the budget, lower window_size or sink_tokens, or pass a share"
                 raise wrong("budget", problem, remedy, BudgetTooSmallError)
             return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
@@ -74,5 +74,8 @@ class TokenCost:
 
 
 def share_of(tokens: int, share: float) -> int:
-    """Return a fraction of `tokens`, rounded down as decimals are written: 0.29 of 100 is 29."""
+    """Return a fraction of `tokens`, rounded down.
+
+    The fraction is taken as it is written in decimals, so 0.29 of 100 is exactly 29.
+    """
     return int(Fraction(str(share)) * tokens)

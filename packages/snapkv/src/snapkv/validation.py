@@ -1,6 +1,6 @@
 """Checks of values that come from users, and the formatting of values in messages.
 
-Importable without torch, so that wrong options are refused at once.
+This module can be imported without torch, so that a wrong option is refused at once.
 """
 
 import difflib
@@ -87,10 +87,10 @@ def plain_number(value: Any) -> Any:
 
 
 def require_at_least(argument: str, value: object, least: int) -> int:
-    """Return `value` as an int, or raise unless it is between `least` and `MOST_COUNTED`.
+    """Return `value` as an integer if it is between `least` and `MOST_COUNTED`.
 
     Raises:
-        InvalidTypeError: `value` is no integer.
+        InvalidTypeError: `value` is not an integer.
         InvalidArgumentError: `value` is out of range.
     """
     return require_int(argument, value, least, MOST_COUNTED)
@@ -104,7 +104,7 @@ def require_each_at_least(argument: str, values: Collection[int], least: int) ->
         InvalidArgumentError: there is no value, or one is out of range.
     """
     if not values:
-        raise wrong(argument, "expected at least one number, got none", "Pass some")
+        raise wrong(argument, "expected at least one number, got none", "Pass some numbers")
     require_at_least(argument, min(values), least)
     require_at_least(argument, max(values), least)
 
@@ -147,14 +147,14 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
 
 
 def require_one_limit(budget: object, keep_ratio: object) -> None:
-    """Raise if `budget` and `keep_ratio` are both given.
+    """Raise if both `budget` and `keep_ratio` are given.
 
     Raises:
-        InvalidArgumentError: both are given.
+        InvalidArgumentError: neither of them is None.
     """
     if keep_ratio is not None and budget is not None:
-        problem = f"expected one of them, got budget={budget} and keep_ratio={keep_ratio}"
-        raise wrong("budget and keep_ratio", problem, "Leave one out")
+        problem = f"expected only one of them, got budget={budget} and keep_ratio={keep_ratio}"
+        raise wrong("budget and keep_ratio", problem, "Leave out one of them")
 
 
 def require_auto_budget(
@@ -173,10 +173,10 @@ def require_auto_budget(
 
 
 def require_dtype(name: str) -> None:
-    """Raise unless `name` is "auto" or the name of a dtype that models run in.
+    """Raise unless `name` is the name of a dtype in which a model can be loaded, or "auto".
 
     Raises:
-        InvalidArgumentError: it is another name.
+        InvalidArgumentError: `name` is not one of `DTYPES`.
     """
     if name not in DTYPES:
         problem = f"expected one of {', '.join(DTYPES)}, got {name!r}"
@@ -187,7 +187,8 @@ def require_device(name: str) -> None:
     """Raise unless `name` is "auto" or a device that the installed torch may have.
 
     Raises:
-        InvalidArgumentError: it is no device, or one of CUDA with a torch for CPUs.
+        InvalidArgumentError: torch knows no device with this name, or it is a CUDA device and
+            torch was built for CPUs only.
     """
     device_type, colon, number = name.partition(":")
     if name in (AUTO, "cpu"):
@@ -203,13 +204,17 @@ def require_device(name: str) -> None:
 
 
 def byte_budget(text: str) -> dict[str, float | int] | None:
-    """Parse a budget such as "12%" or "64MiB".
+    """Parse a budget that is written as a percentage or as a number of bytes.
+
+    Args:
+        text: the budget, such as "12%" or "64MiB".
 
     Returns:
-        {"share": float} or {"bytes": int}; None if `text` has another form.
+        A dictionary, {"share": float} or {"bytes": int}; None if `text` has another form.
 
     Raises:
-        InvalidArgumentError: a share outside of (0, 100 %], or no bytes.
+        InvalidArgumentError: the percentage is not in (0, 100], or the number of bytes is not
+            positive.
     """
     form = r"\s*([+-]?\d+(?:\.\d+)?)\s*(?:(%)|([kmgt]?)(i?)b)\s*"
     if (found := re.fullmatch(form, text, re.IGNORECASE)) is None:
@@ -217,7 +222,7 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
     number, percent, prefix, binary = found.groups()
     amount = Decimal(number)
     if amount <= 0 or (percent and amount > 100):
-        problem = f"expected a share in (0, 100 %] or a number of bytes, got {text!r}"
+        problem = f"expected a percentage in (0, 100] or a positive number of bytes, got {text!r}"
         raise wrong("budget", problem, "Pass for instance '12%' or '64MiB'")
     if percent:
         return {"share": float(amount / 100)}
@@ -226,7 +231,11 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
 
 
 def code_bits(word: str) -> tuple[int, int] | None:
-    """Parse the bits of keys and of values, such as "int4" or "K8V4"; None for another word."""
+    """Return how many bits a word such as "int4" or "K8V4" means for keys and for values.
+
+    Returns:
+        The bits of a key and of a value, or None if `word` has another form.
+    """
     found = re.fullmatch(r"int([48])|k([48])v([48])", word.lower())
     if found is None:
         return None
@@ -243,11 +252,11 @@ def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
     """
     require_choice("pooling", pooling, POOLINGS)
     if pooling != "fading" and decay is not None:
-        problem = f"expected none with pooling={pooling!r}, which does not fade, got {decay!r}"
-        raise wrong("decay", problem, "Leave it out, or choose the pooling fading")
+        problem = f"expected no decay with pooling={pooling!r}, which has none, got {decay!r}"
+        raise wrong("decay", problem, "Leave out decay, or use pooling='fading'")
     if pooling == "fading" and kernel_size is not None:
         problem = f"expected none with pooling='fading', which has a decay, got {kernel_size!r}"
-        raise wrong("kernel_size", problem, "Leave it out, or choose the pooling max")
+        raise wrong("kernel_size", problem, "Leave out kernel_size, or use pooling='max'")
     if kernel_size is not None:
         require_kernel(kernel_size)
     if decay is not None:
@@ -356,10 +365,10 @@ def path_of(argument: str, value: object) -> Path:
     """
     if not isinstance(value, str | os.PathLike):
         problem = f"expected a path, got {value!r} of type {type(value).__name__}"
-        raise wrong(argument, problem, "Pass a text or a Path", InvalidTypeError)
+        raise wrong(argument, problem, "Pass a string or a Path", InvalidTypeError)
     if "\0" in str(value):
         problem = f"expected a path without NUL bytes, got {value!r}"
-        raise wrong(argument, problem, "Leave them out")
+        raise wrong(argument, problem, "Pass the path without these bytes")
     return Path(value)
 
 
@@ -371,7 +380,7 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
     """
     if value not in choices:
         problem = f"expected one of {', '.join(choices)}, got {value!r}"
-        raise wrong(argument, problem, "Pass one of them")
+        raise wrong(argument, problem, "Pass one of these values")
 
 
 def printable(name: str) -> str:
@@ -390,14 +399,22 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the candidates most like `name`, or "" without any."""
+def nearest(name: str, candidates: Iterable[str], otherwise: str) -> str:
+    """Return the remedy for a misspelt name, for `wrong`.
+
+    Returns:
+        "Did you mean ...?" with the candidates most like `name`, or `otherwise` if none is similar.
+    """
     close = closest(name, candidates)
-    return f"; did you mean {close}?" if close else ""
+    return f"Did you mean {close}?" if close else otherwise
 
 
 def closest(name: str, candidates: Iterable[str]) -> str:
-    """Return the candidates most like `name`, joined by " or "; "" if none is similar."""
+    """Return the candidates that are most like `name`, joined by " or ".
+
+    Returns:
+        At most three candidates; an empty string if none is similar.
+    """
     others = (candidate for candidate in candidates if candidate != name)
     by_lower_case = {candidate.lower(): candidate for candidate in others}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=3)

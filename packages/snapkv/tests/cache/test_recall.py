@@ -63,7 +63,7 @@ def test_the_limit_is_kept_and_given_back():
         call(model, cache, document())
         cache.reset()
     with pytest.raises(
-        OutOfMemoryError, match=r"recall_bytes: .* are offloaded, and .* more exceed"
+        OutOfMemoryError, match=r"recall_bytes: .* are offloaded, and .* more would"
     ):
         call(model, cache, random_ids(1, DOCUMENT + 1))
 

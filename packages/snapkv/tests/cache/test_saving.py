@@ -46,59 +46,23 @@ def halfway(model, name):
     return cache, generated(model, cache, random_ids(2, PROMPT))
 
 
-_GO_ON = """
-import sys, torch
-from snapkv import CompressedCache
-from tests.families import generated, tiny_model
-model = tiny_model("llama")
-for path in sys.argv[1:]:
-    cache, beside = CompressedCache.load_with(path, model)
-    print(generated(model, cache, beside["ids"]).tolist())
-"""
-
-
-def test_another_process_says_the_same_tokens(tmp_path):
-    model, paths, said = tiny_model("llama"), [], []
-    for kind in ("adakv", "recall"):
-        cache, ids = halfway(model, kind)
-        longer = torch.cat([ids, random_ids(2, 12, seed=4)], dim=1)
-        paths.append(str(tmp_path / kind))
-        cache.save(paths[-1], beside={"ids": longer})
-        said.append(str(generated(model, cache, longer).tolist()))
-    done = subprocess.run(
-        [sys.executable, "-c", _GO_ON, *paths],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        env=HERE,
-    )
-    assert done.stdout.splitlines() == said
-
-
 # Refusals.
 
 
 def damaged_files(good, other):
-    """A hundred ways to spoil a file: flipped bits, missing ends, another file's header."""
+    """Ways to spoil a file: flipped bits, missing ends, another file's header."""
     draw = random.Random(5)
     size, header = len(good), 8 + int.from_bytes(good[:8], "little")
-    in_header = [*range(8), *(draw.randrange(8, header) for _ in range(27))]
-    in_data = [size - 1, *(draw.randrange(header, size) for _ in range(24))]
-    for place in in_header + in_data:
-        yield f"bit at {place}", _flipped(good, place, draw)
-    ends = [0, 1, 7, 8, 9, header - 1, header, *(draw.randrange(size) for _ in range(13))]
-    yield from ((f"cut at {length}", good[:length]) for length in ends)
-    for _ in range(10):
-        start = draw.randrange(8, size - 64)
-        middle = good[start : start + 64][::-1]
-        yield f"swapped at {start}", good[:start] + middle + good[start + 64 :]
     other_header = 8 + int.from_bytes(other[:8], "little")
+    for place in (*range(8), header - 1, header, size - 1):
+        yield f"bit at {place}", _flipped(good, place, draw)
+    for length in (0, 1, 7, 8, 9, header - 1, header, size // 2, size - 1):
+        yield f"cut at {length}", good[:length]
+    yield "swapped", good[: size // 2] + good[size // 2 :][::-1]
     yield "header of another cache", other[:other_header] + good[header:]
     yield "data of another cache", good[:header] + other[other_header:]
-    for extra in (b"\0", b"x" * 1000):
-        yield f"{len(extra)} more bytes", good + extra
-    for junk in (b"", b"{}", b"\x80\x04\x95pickle", os.urandom(5000), b"\xff" * 64, b"\0" * 64):
+    yield "a byte more", good + b"\0"
+    for junk in (b"{}", b"\x80\x04\x95pickle", b"\xff" * 64, b"\0" * 64):
         yield f"{len(junk)} bytes of junk", junk
 
 
@@ -108,15 +72,14 @@ def _flipped(good, place, draw):
     return bytes(spoilt)
 
 
-def test_a_hundred_damaged_files_are_refused(tmp_path):
+def test_damaged_files_are_refused(tmp_path):
     """And of a small file whatever byte has changed, of every sixteen one."""
     model = tiny_model("llama")
     files = []
     for tokens in (90, 80):
         filled(model, tokens).save(tmp_path / "good")
         files.append((tmp_path / "good").read_bytes())
-    spoilt = [(name, content) for name, content in damaged_files(*files) if content != files[0]]
-    assert len(spoilt) >= 100
+    spoilt = list(damaged_files(*files))
     CompressedCache(model, POLICY).save(tmp_path / "good")
     good, draw = (tmp_path / "good").read_bytes(), random.Random(1)
     spoilt += [(f"small, {at}", _flipped(good, at, draw)) for at in range(3, len(good), 16)]
@@ -217,7 +180,7 @@ def test_another_policy_than_the_saved_one_is_refused(tmp_path):
         generated(model, cache, random_ids(1, PROMPT))
         cache.save(tmp_path / "one")
         assert CompressedCache.load(tmp_path / "one", model, policy=policy).policy == policy
-        with pytest.raises(CacheMismatchError, match="policy: expected the one the cache was sav"):
+        with pytest.raises(CacheMismatchError, match="policy: expected the policy of the"):
             CompressedCache.load(tmp_path / "one", model, policy=other)
 
 
@@ -266,7 +229,7 @@ def test_the_file_is_plain_safetensors(tmp_path):
 
 def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
     cache, path = CompressedCache(tiny_model("llama"), SnapKV(40)), tmp_path / "cache"
-    with pytest.raises(InvalidTypeError, match="beside: expected tensors, got 'ids' of type list"):
+    with pytest.raises(InvalidTypeError, match="beside: expected tensors, got a value of type l"):
         cache.save(path, beside={"ids": [1, 2]})
     assert not list(tmp_path.iterdir())
 
@@ -286,10 +249,10 @@ def _full_disk(path):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("unfinished", [2, pytest.param(25, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_there_is_never_half_a_file(unfinished, tmp_path):
+@pytest.mark.slow  # of the steps that a kill can come between, `test_writing.py` tries each
+def test_killed_at_any_moment_there_is_never_half_a_file(tmp_path):
     """A process of its own each time, until so many were killed while they wrote a file."""
-    path, draw = tmp_path / "one", random.Random(3)
+    path, draw, unfinished = tmp_path / "one", random.Random(3), 25
     found, kills = set(), 0
     with subprocess.Popen(
         [sys.executable, "-m", "tests.cache.saver", str(path)],

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from snapkv.kvzip import read_twice
-from snapkv.policies import PrefixPolicy
 from tests.cache.rows import Rows
 from tests.families import random_ids
 from tests.methods import METHODS
@@ -25,9 +24,10 @@ def with_share(policy, share):
     return replace(policy, **{"budget": None, **share})
 
 
-TAKING_ONE = {
-    name: policy for name, policy in METHODS.items() if isinstance(innermost(policy), PrefixPolicy)
-}
+ONE_OF_EACH = (
+    "snapkv", "snapkv fading", "snapkv by query head", "pyramidkv", "adakv", "adakv of criticalkv",
+    "expected-attention", "lagkv", "kvzip", "across-layers", "across-layers of kvzap",
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -44,13 +44,13 @@ def read(policy, lengths, options):
 @pytest.mark.parametrize(
     ("name", "share", "options"),
     [
-        *((name, "bytes", {}) for name in TAKING_ONE),
+        *((name, "bytes", {}) for name in ONE_OF_EACH),
         *((name, "ratio", {}) for name in ("snapkv", "adakv", "across-layers")),
         *((name, "bytes", {"quantize": "int8"}) for name in ("snapkv", "adakv", "pyramidkv")),
     ],
 )
 def test_none_is_too_short(name, share, options):
-    policy = with_share(TAKING_ONE[name], SHARES[share])
+    policy = with_share(METHODS[name], SHARES[share])
     window, sinks = innermost(policy).window_size, innermost(policy).sink_tokens
     batches = [[tokens] for tokens in LENGTHS]
     if not policy.needs_reconstruction_pass:

@@ -18,6 +18,7 @@ from snapkv.policies.spans import Spans
 from tests import families
 from tests.families import CLOSE, call, random_ids, tiny_model
 from tests.oracle import masked_decode_logits
+from tests.pairs import pairs
 
 SNAPKV = SnapKV(40, window_size=8)
 WAYS = {
@@ -67,9 +68,7 @@ def test_positions_by_hand():
     assert cache.report()["dropped_tokens"] == 4
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("steps", [0, 6])
+@pairs(way=list(WAYS), rows=[1, 2], steps=[0, 6])
 def test_what_is_left_stays_bit_for_bit_and_attention_is_the_masked_oracles(way, rows, steps):
     policy, options = WAYS[way]
     ids, tokens = random_ids(rows, 90), random_ids(rows, 12, 3)
@@ -189,16 +188,15 @@ WHOLE_AGAIN = {
 
 
 @pytest.mark.parametrize("way", WHOLE_AGAIN)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_cache_that_drops_all_that_it_had_evicted_is_as_if_nothing_was_evicted(way, rows):
-    policy, options = WHOLE_AGAIN[way]
+def test_cache_that_drops_all_that_it_had_evicted_is_as_if_nothing_was_evicted(way):
+    rows, (policy, options) = 2, WHOLE_AGAIN[way]
     text, turn = random_ids(rows, 60), random_ids(rows, 30, 9)
     model, cache = read(policy, text, **options)
     _, full = read(FullCache(), text, **options)
     assert all(layer.slots.is_compressed for layer in cache.prompt_state.layers)
     for each in (cache, full):
         each.drop([(0, 57)])  # all but tokens of the window, which every head keeps
-    assert all(layer.slots.is_whole for layer in cache.prompt_state.layers)
+    assert all(layer.slots.kept is None for layer in cache.prompt_state.layers)
     emptied = copy.copy(cache)
     emptied.crop(-3)
     assert emptied.get_seq_length() == 57

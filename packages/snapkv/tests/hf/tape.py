@@ -38,7 +38,7 @@ class Tape(TorchDispatchMode):
 class TapeRecorder:
     """Records on a CPU; what is recorded has not happened, as on a GPU."""
 
-    aside = staticmethod(contextlib.nullcontext)
+    side_stream = staticmethod(contextlib.nullcontext)
 
     def record(self, step):
         with Tape() as tape:

@@ -10,6 +10,7 @@ from snapkv.hf import forward_context
 from snapkv.hf.forward_context import branching
 from snapkv_lab.medusa.masks import TreeBranches
 from tests.families import call, random_ids, tiny_model
+from tests.pairs import pairs
 
 POLICY = SnapKV(36, window_size=8, kernel_size=5)
 STORAGES = {
@@ -38,9 +39,7 @@ def read_cache(model, storage):
     return cache
 
 
-@pytest.mark.parametrize("branch", BRANCHES, ids=str)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("storage", STORAGES)
+@pairs(storage=list(STORAGES), implementation=["sdpa", "eager"], branch=BRANCHES)
 def test_each_branch_is_read_as_alone_and_one_is_kept(storage, implementation, branch):
     model = tiny_model("llama", implementation)
     cache = read_cache(model, storage)

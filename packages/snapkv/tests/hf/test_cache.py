@@ -23,7 +23,6 @@ from snapkv import (
     InvalidTypeError,
     SnapKV,
     UnsupportedModelError,
-    ops,
 )
 from snapkv.storage.tail import ROOM_TOKENS
 from tests.families import (
@@ -55,20 +54,6 @@ def filled(model):
     call(model, cache, random_ids(2, PROMPT))
     call(model, cache, random_ids(2, 4, seed=1))
     return cache
-
-
-def test_a_layers_votes_are_counted_once(model, monkeypatch):
-    counted, real = [], ops.window_votes
-
-    def counting(*given, **named):
-        counted.append(given)
-        return real(*given, **named)
-
-    monkeypatch.setattr(ops, "window_votes", counting)
-    cache = CompressedCache(model, POLICY)
-    call(model, cache, random_ids(2, PROMPT))
-    assert cache.report()["lost_votes"] > 0
-    assert len(counted) == 1  # of all layers together
 
 
 # Bookkeeping.

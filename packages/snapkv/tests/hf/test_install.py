@@ -182,7 +182,6 @@ def test_what_fails_leaves_nothing(llama):
 
 PADDED = torch.ones(2, 60).long().index_fill(1, torch.arange(9), 0)
 INLINE = {
-    "one pass": {},
     "pieces": {"prefill_chunk_size": 7},
     "beams": {"num_beams": 2},
     "padded": {"attention_mask": PADDED},
@@ -319,19 +318,6 @@ def test_a_copy_works_with_its_own_caches_and_is_then_as_the_model_was(model, co
     assert configs(other) == names
     assert not vars(other).keys() & {*METHODS, module.INSTALLATION}
     assert vars(model).keys() == vars(other).keys()
-
-
-def test_a_shallow_copy_gets_its_own_methods_and_loses_them(llama):
-    cache, other = CompressedCache(llama, POLICY), copy.copy(llama)
-    its_own = CompressedCache(other, POLICY)
-    assert other.generate.model is other
-    assert llama.generate.model is llama
-    del cache
-    assert other.config._attn_implementation == "snapkv|sdpa", "they share a config"
-    assert generated(other, its_own, random_ids(1, 60)).shape == (1, 66)
-    del its_own
-    assert llama.config._attn_implementation == "sdpa"
-    assert not (vars(other).keys() | vars(llama).keys()) & {*METHODS, module.INSTALLATION}
 
 
 @pytest.mark.parametrize("first", ["outer", "inner"])
@@ -478,40 +464,6 @@ def test_caches_that_come_and_go_in_many_threads(llama):
     assert as_it_was(llama, before)
 
 
-MOMENTS = ("register_attention", "announce_prompts", "_text_configs", "Use")
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_the_last_cache_goes_while_the_next_one_is_being_made(llama, monkeypatch, moment):
-    before, caches = state(llama), [CompressedCache(llama, POLICY)]
-    inner = getattr(module, moment)
-
-    def losing(*args):
-        caches.clear()
-        return inner(*args)
-
-    monkeypatch.setattr(module, moment, losing)
-    cache = CompressedCache(llama, POLICY)
-    assert not caches
-    assert carries(llama)
-    assert generated(llama, cache, random_ids(1, 60)).shape == (1, 66)
-    del cache
-    assert as_it_was(llama, before)
-
-
-def test_a_cache_in_a_circle_goes_in_the_middle_of_another_pass(llama):
-    """The collector runs in a pass of the same model with a cache of transformers' own."""
-    ids, before = random_ids(1, 40), state(llama)
-    plain = llama(ids).logits
-    cache = CompressedCache(llama, POLICY)
-    cache.circle = cache
-    del cache
-    hook = llama.model.layers[1].register_forward_hook(lambda *_: gc.collect() and None)
-    assert torch.equal(llama(ids).logits, plain)
-    hook.remove()
-    assert as_it_was(llama, before)
-
-
 def batch_options():
     """Four tokens, out of a pool of a few blocks."""
     limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
@@ -537,8 +489,9 @@ def managed(model, ids):
     return found
 
 
-@pytest.mark.parametrize("batching", [continuously, managed])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("batching", "implementation"), [(continuously, "eager"), (managed, "sdpa")]
+)
 def test_continuous_batching_answers_as_without(batching, implementation):
     model, ids = copy.deepcopy(tiny_model("llama", implementation)), random_ids(1, 30)
     expected = batching(model, ids)
@@ -581,3 +534,50 @@ def test_a_model_that_looks_for_the_name_itself_is_refused(family, changes, impl
         assert vars(model) == before
     model.set_attn_implementation("sdpa")
     CompressedCache(model, POLICY)
+
+
+def test_a_shallow_copy_gets_its_own_methods_and_loses_them(llama):
+    cache, other = CompressedCache(llama, POLICY), copy.copy(llama)
+    its_own = CompressedCache(other, POLICY)
+    assert other.generate.model is other
+    assert llama.generate.model is llama
+    del cache
+    assert other.config._attn_implementation == "snapkv|sdpa", "they share a config"
+    assert generated(other, its_own, random_ids(1, 60)).shape == (1, 66)
+    del its_own
+    assert llama.config._attn_implementation == "sdpa"
+    assert not (vars(other).keys() | vars(llama).keys()) & {*METHODS, module.INSTALLATION}
+
+
+MOMENTS = ("register_attention", "announce_prompts", "_text_configs", "Use")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_last_cache_goes_while_the_next_one_is_being_made(llama, monkeypatch, moment):
+    before, caches = state(llama), [CompressedCache(llama, POLICY)]
+    inner = getattr(module, moment)
+
+    def losing(*args):
+        caches.clear()
+        return inner(*args)
+
+    monkeypatch.setattr(module, moment, losing)
+    cache = CompressedCache(llama, POLICY)
+    assert not caches
+    assert carries(llama)
+    assert generated(llama, cache, random_ids(1, 60)).shape == (1, 66)
+    del cache
+    assert as_it_was(llama, before)
+
+
+def test_a_cache_in_a_circle_goes_in_the_middle_of_another_pass(llama):
+    """The collector runs in a pass of the same model with a cache of transformers' own."""
+    ids, before = random_ids(1, 40), state(llama)
+    plain = llama(ids).logits
+    cache = CompressedCache(llama, POLICY)
+    cache.circle = cache
+    del cache
+    hook = llama.model.layers[1].register_forward_hook(lambda *_: gc.collect() and None)
+    assert torch.equal(llama(ids).logits, plain)
+    hook.remove()
+    assert as_it_was(llama, before)

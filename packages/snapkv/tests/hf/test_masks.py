@@ -62,12 +62,6 @@ def test_pads_are_counted_row_by_row(form):
     assert read(in_form(form, columns_visible([0, 0, 0]))) is read(None) is None
 
 
-@pytest.mark.parametrize("form", FORMS_4D)
-def test_the_last_chunk_of_a_prompt_has_fewer_rows_than_columns(form):
-    mask = as_additive(form, causal(columns_visible(), queries=2))
-    assert leading_pads(mask, 1, T, WINDOW).tolist() == PADS
-
-
 ELSEWHERE = {
     "right padding": [1, 1, 1, 1, 1, 0, 0],
     "hole": [1, 1, 0, 1, 1, 1, 1],

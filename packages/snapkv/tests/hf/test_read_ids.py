@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from transformers import pipeline
 
 from snapkv import CacheMismatchError, CompressedCache, FullCache, KVzip, SnapKV
 from snapkv.cache.read_ids import ReadIds
@@ -171,23 +170,6 @@ def test_a_question_alone_is_told_to_come_with_its_conversation():
         go_on(model, cache, question)
     cache.reset()
     go_on(model, cache, question)
-
-
-def test_a_pipeline_refuses_its_second_text(demo):
-    generator = pipeline("text-generation", model=demo.model, tokenizer=demo.tokenizer)
-    cache = CompressedCache(demo.model, SnapKV(48, window_size=16))
-    texts = ["The gate opens at nine. " * 9, "The key is under the blue stone. " * 15]
-    with pytest.raises(CacheMismatchError, match=r"at token 1 of row 0\. Pass the whole"):
-        generator(texts, past_key_values=cache, max_new_tokens=2, do_sample=False)
-
-
-def test_steps_hold_no_more_than_the_ids_that_generate_holds():
-    """One part, whatever the answer's length; on the host when it has ended."""
-    _, cache, text = read("greedy")
-    ((start, known),) = cache.prompt_state.read_ids.parts
-    assert start == 0
-    assert known.dtype == torch.int32
-    assert torch.equal(known, text[:, :-1].int())
 
 
 @pytest.mark.parametrize("read", ["document", "context"])

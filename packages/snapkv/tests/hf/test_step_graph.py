@@ -1,15 +1,11 @@
 """A recorded step answers as an eager one, for every prompt, or says why it is not recorded."""
 
-import contextlib
 import copy
 import functools
 import gc
-import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import CompileConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -17,12 +13,11 @@ from snapkv import (
     TOVA,
     AdaKV,
     CompressedCache,
-    InvalidArgumentError,
     PyramidKV,
     SnapKV,
     default_policy,
 )
-from snapkv.hf import forward_context, room, step_graph
+from snapkv.hf import append_buffers, forward_context, step_graph
 from snapkv.kvzip import read_twice
 from snapkv_app.reading import telling_of_reading
 from tests import families
@@ -36,10 +31,10 @@ from tests.families import (
     tiny_model,
 )
 from tests.hf.tape import TapeRecorder, recording_on_a_cpu
-from tests.methods import COMPRESSING, METHODS
+from tests.methods import METHODS
 
 POLICY = SnapKV(40, window_size=8)
-IN_FEW_BITS = ("snapkv", "snapkv by query head", "adakv", "across-layers")
+RECORDED = ("snapkv", "snapkv by query head", "adakv", "criticalkv", "kvzip", "across-layers")
 
 
 @pytest.fixture(autouse=True)
@@ -59,28 +54,9 @@ def as_eager(model, ids, policy=POLICY, **options):
     return cache, eager
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_a_replayed_step_is_the_eager_one_for_every_prompt(family, quantize):
-    model = tiny_model(family)
-    cache = CompressedCache(model, POLICY, quantize=quantize)
-    for tokens in (90, 20, 120):
-        ids = random_ids(2, tokens, seed=tokens)
-        mask = torch.ones_like(ids)
-        mask[1, : tokens // 3] = 0
-        cache.reset()
-        got = generated(model, cache, ids, attention_mask=mask)
-        eager = CompressedCache(model, POLICY, quantize=quantize)
-        expected = generated(model, eager, ids, attention_mask=mask, disable_compile=True)
-        assert torch.equal(got, expected)
-        assert torch.equal(cache.kept_positions(0), eager.kept_positions(0))
-        assert (cache.report()["steps"], eager.report()["steps"]) == ("one graph", None)
-        assert cache.get_seq_length() == eager.get_seq_length()
-
-
 @pytest.mark.parametrize(
     ("name", "quantize"),
-    [*((name, None) for name in COMPRESSING), *((name, "int4") for name in IN_FEW_BITS)],
+    [*((name, None) for name in RECORDED), ("snapkv", "int4"), ("across-layers", "int4")],
 )
 def test_the_steps_of_every_method_are_one_graph(name, quantize):
     model, ids, answers, positions = tiny_model("llama"), random_ids(2, 90), [], []
@@ -146,13 +122,13 @@ def recorded(monkeypatch):
 
 @pytest.mark.parametrize("new_tokens", [40, 31, 30])
 def test_room_that_runs_out_is_doubled_and_recorded_again(new_tokens, recorded, monkeypatch):
-    monkeypatch.setattr(room, "FIRST_TOKENS", 4)
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 4)
     as_eager(tiny_model("llama"), random_ids(2, 60), AdaKV(POLICY), max_new_tokens=new_tokens)
     assert len(recorded) == 3 + (new_tokens > 29), "of 4, 8, 16 tokens, and what is left"
 
 
 def test_a_hook_that_comes_in_the_midst_ends_the_room_where_it_runs_out(monkeypatch):
-    monkeypatch.setattr(room, "FIRST_TOKENS", 4)
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 4)
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
     cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
     hook = model.model.layers[1].register_forward_hook
@@ -285,24 +261,13 @@ def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
 
 
 def test_codes_hold_no_more_of_an_answer_in_full_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(room, "FIRST_TOKENS", 32)
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 32)
     model, ids, exact = tiny_model("llama"), random_ids(1, 90), []
     cache = CompressedCache(model, POLICY, quantize="int4")
     criteria = [lambda *_: exact.append(cache.layers[0].store.tail.tokens) or torch.zeros(1) > 0]
     generated(model, cache, ids, max_new_tokens=120, stopping_criteria=criteria)
     assert cache.report()["steps"] == "one graph"
     assert max(exact) <= 32 + 32
-
-
-def test_an_embedded_prompt_is_counted_as_one_of_ids_is(recorded):
-    model, answers = tiny_model("llama"), []
-    embeds = model.get_input_embeddings()(random_ids(1, 60))
-    options = {"inputs_embeds": embeds, "max_new_tokens": 100, "do_sample": False}
-    for more in ({}, {"disable_compile": True}):
-        cache = CompressedCache(model, POLICY)
-        answers.append(model.generate(past_key_values=cache, **options, **more))
-        assert len(recorded) == 1
-    assert torch.equal(*answers)
 
 
 def test_drafts_are_verified_eagerly():
@@ -387,29 +352,9 @@ def test_nothing_that_changed_between_two_calls_is_replayed(change):
     assert not torch.equal(before, after)
 
 
-def test_a_prompt_read_in_inference_mode_and_one_outside_of_it():
-    model, ids = tiny_model("llama"), random_ids(1, 60)
-    cache, answers = CompressedCache(model, POLICY), []
-    for mode in (True, False, True):
-        cache.reset()
-        with torch.inference_mode(mode):
-            answers.append(generated(model, cache, ids))
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(answers[0], answers[2])
-
-
 def with_frequencies_by_length():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     return peaked_model(tiny_config("llama", rope_parameters=rope), "sdpa")
-
-
-def test_a_step_is_recorded_while_a_bar_follows_the_reading():
-    model, ids, told = tiny_model("llama"), random_ids(1, 60), []
-    with telling_of_reading(model, lambda *read: told.append(read)):
-        cache = CompressedCache(model, POLICY)
-        generated(model, cache, ids)
-    assert cache.report()["steps"] == "one graph"
-    assert told[-1] == (60, 60)
 
 
 @pytest.mark.parametrize(
@@ -450,63 +395,32 @@ def test_a_recorded_step_goes_with_its_call():
     assert not [each for each in gc.get_objects() if type(each) is step_graph.StepGraph]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    name=st.sampled_from(["snapkv", "adakv", "snapkv by itself", "across-layers", "full"]),
-    options=st.sampled_from([{}, {"recall": "host"}, {"quantize": "int8"}]),
-    tokens=st.integers(20, 80),
-    pads=st.lists(st.integers(0, 15), min_size=1, max_size=3),
-    before=st.integers(0, 3),
-    spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 15)), max_size=2),
-    apart=st.integers(0, 2),
-)
-@torch.no_grad()
-def test_a_layer_with_room_reports_what_an_eager_one_does(
-    name, options, tokens, pads, before, spans, apart
-):
-    """Its offset, tokens seen, columns, masks and positions, at every step behind dropped spans.
+def test_an_embedded_prompt_is_counted_as_one_of_ids_is(recorded):
+    model, answers = tiny_model("llama"), []
+    embeds = model.get_input_embeddings()(random_ids(1, 60))
+    options = {"inputs_embeds": embeds, "max_new_tokens": 100, "do_sample": False}
+    for more in ({}, {"disable_compile": True}):
+        cache = CompressedCache(model, POLICY)
+        answers.append(model.generate(past_key_values=cache, **options, **more))
+        assert len(recorded) == 1
+    assert torch.equal(*answers)
 
-    The columns of its mask are all slots of the room, and stand where those of the eager one do.
-    """
-    model = tiny_model("llama")
-    cache = CompressedCache(model, METHODS[name], **options)
-    ids = random_ids(len(pads), tokens + before + 4)
-    mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long()
 
-    def read(cache, start, stop):
-        given = {"attention_mask": mask[:, :stop]} if any(pads) else {}
-        return model(ids[:, start:stop], past_key_values=cache, **given).logits
+def test_a_prompt_read_in_inference_mode_and_one_outside_of_it():
+    model, ids = tiny_model("llama"), random_ids(1, 60)
+    cache, answers = CompressedCache(model, POLICY), []
+    for mode in (True, False, True):
+        cache.reset()
+        with torch.inference_mode(mode):
+            answers.append(generated(model, cache, ids))
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
 
-    for start, stop in itertools.pairwise([0, *range(tokens, tokens + before + 1)]):
-        read(cache, start, stop)
-    rows = [
-        [
-            (begin, min(begin + count, tokens - own))
-            for begin, count in ((first + row * apart, count) for first, count in spans)
-            if begin < tokens - own
-        ]
-        for row, own in enumerate(pads)
-    ]
-    with contextlib.suppress(InvalidArgumentError):  # nothing would be left
-        cache.drop(rows)
-    eager = copy.deepcopy(cache)
-    layers = list(zip(cache.prompt_state.layers, eager.prompt_state.layers, strict=True))
-    for layer, _ in layers:
-        layer.take_room(5)
-    for start in range(stop, stop + 4):
-        for index, (layer, other) in enumerate(layers):
-            assert cache.get_query_offset(index) == eager.get_query_offset(index) == start
-            assert cache.get_seq_length(index) == eager.get_seq_length(index) == start
-            assert layer.columns == other.columns
-            assert torch.equal(*(each.kept_positions(index)[..., -1] for each in (cache, eager)))
-            sets = [
-                [set(head.tolist()) - {-1} for row in each.kept_positions(index) for head in row]
-                for each in (cache, eager)
-            ]
-            assert sets[0] == sets[1]
-            columns, offset = layer.get_mask_sizes(1)
-            assert columns == layer.store.tail.keys.shape[2]
-            assert offset + layer.store.tail.tokens + 1 == sum(other.get_mask_sizes(1)) == start + 1
-        with forward_context.step():
-            found = read(cache, start, start + 1)
-        torch.testing.assert_close(found, read(eager, start, start + 1))
+
+def test_a_step_is_recorded_while_a_bar_follows_the_reading():
+    model, ids, told = tiny_model("llama"), random_ids(1, 60), []
+    with telling_of_reading(model, lambda *read: told.append(read)):
+        cache = CompressedCache(model, POLICY)
+        generated(model, cache, ids)
+    assert cache.report()["steps"] == "one graph"
+    assert told[-1] == (60, 60)

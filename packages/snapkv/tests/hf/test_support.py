@@ -34,23 +34,23 @@ EVICTS = METHODS["h2o"]
 
 REFUSED = [
     # Recall.
-    ("turns: expected 'recall' with a place", SNAPKV, HOST | {"turns": "append"}),
-    ("turns: expected 'recall' with a place", SNAPKV, HOST | COMPRESS),
+    ("turns: expected 'recall' together", SNAPKV, HOST | {"turns": "append"}),
+    ("turns: expected 'recall' together", SNAPKV, HOST | COMPRESS),
     ("turns: expected one of append, compress, recall", SNAPKV, HOST | {"turns": "forget"}),
     ("recall_bytes: expected recall='host' or a folder", SNAPKV, {"recall_bytes": 5}),
     ("recall_bytes: expected at least 1", SNAPKV, HOST | {"recall_bytes": 0}),
     ("recall: the folder .* cannot be written to", SNAPKV, {"recall": "/proc/nowhere"}),
     ("recall: the folder .*null byte.* Pass 'host' or another", SNAPKV, {"recall": "a\0b"}),
     ("policy: expected a policy that only compresses prompts", EVICTS, HOST),
-    ("policy: .*queries of earlier turns are not held", ExpectedAttention(**BOTH), HOST),
-    ("policy: .*queries of earlier turns are not held", AdaKV(ExpectedAttention(**BOTH)), HOST),
+    ("policy: .*queries of earlier turns are not stored", ExpectedAttention(**BOTH), HOST),
+    ("policy: .*queries of earlier turns are not stored", AdaKV(ExpectedAttention(**BOTH)), HOST),
     ("later turns are read once", KVzip(**BOTH), HOST),
     ("later turns are read once", AdaKV(KVzip(**BOTH)), HOST),
     # Turns that are compressed.
     ("a policy with the same budget for all heads", AdaKV(SNAPKV), COMPRESS),
     ("a policy with the same budget for all heads", RATIO, COMPRESS),
     ("the same budget for all heads and layers", PyramidKV(**BOTH), COMPRESS),
-    ("which need the last queries or none", ExpectedAttention(**BOTH), COMPRESS),
+    ("which need only the last queries or none", ExpectedAttention(**BOTH), COMPRESS),
     ("does not ask for positions", KVzap(64, gate=drawn_gate()), COMPRESS),
     ("recall='host'", OWN_BUDGET, COMPRESS),
     (r"policy: .*share=0\.12", BYTES, COMPRESS),
@@ -157,7 +157,7 @@ LATER = [
         {},
         "drop works only with a policy that does not ask for positions",
     ),
-    (verify_drafts, "linear", SNAPKV, {}, "cannot forget rejected drafts"),
+    (verify_drafts, "linear", SNAPKV, {}, "rejected drafts cannot be removed"),
     (
         verify_drafts,
         "llama",

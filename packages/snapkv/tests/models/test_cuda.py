@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import is_flash_attn_2_available
 
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV
-from snapkv.hf import room
+from snapkv.hf import append_buffers
 from tests.families import IMPLEMENTATIONS, random_ids, read, tiny_model
 from tests.ops.coded_cases import require_encoding
 
@@ -57,21 +57,6 @@ def test_a_kernel_encodes_what_torch_does():
     require_encoding("cuda")
 
 
-def test_the_prompt_is_freed_while_it_is_read():
-    """Peak memory of reading a prompt is no higher than without compression."""
-    model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 400).cuda()
-    peaks = []
-    for policy in (FullCache(), SnapKV(64, window_size=16)):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        cache = read(model, policy, ids)
-        peaks.append(torch.cuda.max_memory_allocated() - before)
-        held = cache.report().held_bytes
-        del cache
-    assert peaks[1] <= peaks[0] * 1.05
-    assert held < peaks[0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
     """Copies run in a stream of their own; what they bring back must be whole when it is read."""
@@ -85,7 +70,7 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
     fresh = read(model, POLICY, torch.cat(turns, dim=1))
     for layer in fresh.compressed_layers:
         assert torch.equal(cache.kept_positions(layer), fresh.kept_positions(layer))
-        assert cache.layers[layer].offloaded.pieces[0].room.tensors[0].is_pinned()
+        assert cache.layers[layer].offloaded.pieces[0].stored.tensors[0].is_pinned()
 
 
 @pytest.mark.parametrize("going_on", [{}, {"recall": "host"}], ids=["", "recall"])
@@ -105,19 +90,6 @@ def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize
         options["disable_compile"] = True
         assert torch.equal(model.generate(ids, past_key_values=eager, **options), got)
         assert cache.report()["steps"] == "one graph"
-
-
-def test_room_that_runs_out_is_recorded_again(monkeypatch):
-    monkeypatch.setattr(room, "FIRST_TOKENS", 8)
-    model, ids = on_cuda("llama", "sdpa", torch.float32), random_ids(2, PROMPT).cuda()
-    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-    answers = []
-    for disable_compile in (False, True):
-        cache = CompressedCache(model, POLICY)
-        answers.append(
-            model.generate(ids, past_key_values=cache, disable_compile=disable_compile, **options)
-        )
-    assert torch.equal(*answers)
 
 
 class Asking(LlamaRMSNorm):
@@ -169,3 +141,31 @@ def test_a_hundred_prompts_leave_no_memory_behind():
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated())
     assert max(held[1:]) <= held[0]
+
+
+def test_the_prompt_is_freed_while_it_is_read():
+    """Peak memory of reading a prompt is no higher than without compression."""
+    model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 400).cuda()
+    peaks = []
+    for policy in (FullCache(), SnapKV(64, window_size=16)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cache = read(model, policy, ids)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        held = cache.report().held_bytes
+        del cache
+    assert peaks[1] <= peaks[0] * 1.05
+    assert held < peaks[0]
+
+
+def test_room_that_runs_out_is_recorded_again(monkeypatch):
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 8)
+    model, ids = on_cuda("llama", "sdpa", torch.float32), random_ids(2, PROMPT).cuda()
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    answers = []
+    for disable_compile in (False, True):
+        cache = CompressedCache(model, POLICY)
+        answers.append(
+            model.generate(ids, past_key_values=cache, disable_compile=disable_compile, **options)
+        )
+    assert torch.equal(*answers)

@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from snapkv import CompressedCache, ExpectedAttention, StreamingLLM, UnsupportedModelError
 from snapkv.hf.model_parts import rotations_of
-from tests.families import tiny_model
+from tests.families import peaked_model, tiny_config, tiny_model
 from tests.matrix.images import image_of
 from tests.matrix.shrinking import seeing
 
@@ -14,6 +14,16 @@ SEEING = "qwen2_5_vl", "glm4v", "qwen3_5"
 # One way of rotating each: halves, the first half of a head, neighbours in pairs, both of these,
 # tables of half the width and sinks of the model's own, two kinds.
 ROTARY = "llama", "phi3", "cohere", "glm4", "gpt_oss", "gemma3_text"
+SCALED = {  # YaRN also stretches its tables; a key that was stretched is not stretched again
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 PROMPT, BEFORE, FURTHER = 44, 4, 400
 POLICIES = ExpectedAttention(24, window_size=8), StreamingLLM(24)
 
@@ -34,10 +44,17 @@ def keys_at(model, start):
     return {index: keys for index, keys in enumerate(held) if keys is not None}
 
 
-@pytest.mark.parametrize("name", [*SEEING, *ROTARY])
+def model_of(name):
+    if name in SCALED:
+        rope = {"rope_type": name, "rope_theta": 1e4, **SCALED[name]}
+        return peaked_model(tiny_config("llama", rope_parameters=rope), "eager")
+    return seeing(name) if name in SEEING else tiny_model(name, "eager")
+
+
+@pytest.mark.parametrize("name", [*SEEING, *ROTARY, *SCALED])
 def test_turned_keys_are_those_of_a_text_that_begins_elsewhere(name):
     """Turning back works as well."""
-    model = seeing(name) if name in SEEING else tiny_model(name, "eager")
+    model = model_of(name)
     first, later = keys_at(model, 0), keys_at(model, FURTHER)
     full = CompressedCache(model, StreamingLLM(8)).compressed_layers
     for index, rotation in rotations_of(model, full).items():

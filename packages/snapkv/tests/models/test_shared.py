@@ -41,12 +41,11 @@ def assert_alike(model, ids, shared, policy, **options):
     assert_stored_alike(given, own)
 
 
-def test_every_policy_shares_one_reading_with_all_others():
+def test_policies_share_one_reading_with_each_other():
     model, ids = tiny_model("llama"), random_ids(1, 90)
     shared = SharedReading(model, ids)
-    for policy in METHODS.values():
-        if not policy.needs_reconstruction_pass:
-            assert_alike(model, ids, shared, policy)
+    for name in ("adakv", "criticalkv", "h2o", "fastgen", "kvzap", "across-layers"):
+        assert_alike(model, ids, shared, METHODS[name])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -108,29 +108,6 @@ def test_the_loops_and_we_keep_the_set_of_the_papers_listing_1(
         assert not differ.numel() or differ.max() - differ.min() < 1e-12
 
 
-@pairs(window_size=[1, 6], group_size=[1, 3], with_sinks=[False, True], softcap=[None, 3.0])
-def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
-    layer = random_layer(
-        7,
-        query_heads=2 * group_size,
-        prompt_tokens=window_size + 19,
-        query_tokens=window_size,
-        softcap=softcap,
-        with_sinks=with_sinks,
-    )
-    options = layer.score_options
-    votes = ops.window_votes(layer)
-    for head in range(2 * group_size):
-        looped = oracle.head_votes(
-            layer.queries[0, head].tolist(),
-            layer.keys[0, head // group_size].tolist(),
-            options.scaling,
-            softcap,
-            float(options.sink_logits[head]) if with_sinks else None,
-        )
-        assert votes[0, head].tolist() == pytest.approx(looped, abs=ROUNDING * window_size)
-
-
 POOLINGS = [
     *(
         {"pooling": how, "kernel_size": kernel}
@@ -141,19 +118,6 @@ POOLINGS = [
     {"pooling": "fading", "decay": 0.8, "sink_tokens": 0},
     {"kernel_size": (0, 4), "sink_tokens": 2},
 ]
-
-
-@pairs(
-    kernel_size=[1, 3, 13, (0, 12), (3, 0), (2, 5), (0, 40)],
-    pooling=["max", "avg"],
-    prefix_tokens=[1, 2, 5, 30],
-)
-def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
-    votes = torch.randn(2, 2, prefix_tokens, generator=torch.Generator().manual_seed(0))
-    pooled = ops.pool_votes(votes, kernel_size, pooling)
-    for ours, own in zip(pooled.flatten(0, 1), votes.flatten(0, 1), strict=True):
-        looped = oracle.pool(own.tolist(), kernel_size, pooling)
-        assert ours.tolist() == pytest.approx(looped, abs=1e-6)
 
 
 @pairs(
@@ -254,3 +218,39 @@ def test_a_kernel_wider_than_the_prefix(pooling):
     assert torch.equal(reference.pool_votes(votes, wide, pooling), expected)
     at_edge = reference.pool_votes(votes, 21, pooling)
     torch.testing.assert_close(at_edge, reference.pool_votes(votes, (10, 10), pooling))
+
+
+@pairs(window_size=[1, 6], group_size=[1, 3], with_sinks=[False, True], softcap=[None, 3.0])
+def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
+    layer = random_layer(
+        7,
+        query_heads=2 * group_size,
+        prompt_tokens=window_size + 19,
+        query_tokens=window_size,
+        softcap=softcap,
+        with_sinks=with_sinks,
+    )
+    options = layer.score_options
+    votes = ops.window_votes(layer)
+    for head in range(2 * group_size):
+        looped = oracle.head_votes(
+            layer.queries[0, head].tolist(),
+            layer.keys[0, head // group_size].tolist(),
+            options.scaling,
+            softcap,
+            float(options.sink_logits[head]) if with_sinks else None,
+        )
+        assert votes[0, head].tolist() == pytest.approx(looped, abs=ROUNDING * window_size)
+
+
+@pairs(
+    kernel_size=[1, 3, 13, (0, 12), (3, 0), (2, 5), (0, 40)],
+    pooling=["max", "avg"],
+    prefix_tokens=[1, 2, 5, 30],
+)
+def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
+    votes = torch.randn(2, 2, prefix_tokens, generator=torch.Generator().manual_seed(0))
+    pooled = ops.pool_votes(votes, kernel_size, pooling)
+    for ours, own in zip(pooled.flatten(0, 1), votes.flatten(0, 1), strict=True):
+        looped = oracle.pool(own.tolist(), kernel_size, pooling)
+        assert ours.tolist() == pytest.approx(looped, abs=1e-6)

@@ -210,26 +210,6 @@ def test_votes_below_the_mean_are_raised_to_it_in_their_order():
         assert scores.tolist() == close(near)
 
 
-def test_gathered_rows_are_exact_copies_in_the_given_order():
-    states = torch.randn(2, 2, 6, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    states[0, 0, 3] = torch.tensor([float("inf"), -0.0, 1e-40])  # what arithmetic would lose
-    kept = torch.tensor([[[0, 3, 5], [1, 2, 4]], [[0, 1, 2], [3, 4, 5]]])
-    gathered = ops.gather_tokens(states, kept)
-    assert gathered.dtype == states.dtype
-    assert gathered.is_contiguous()
-    for row in range(2):
-        for head in range(2):
-            for slot, position in enumerate(kept[row, head].tolist()):
-                bits = gathered[row, head, slot].view(torch.int16)
-                assert torch.equal(bits, states[row, head, position].view(torch.int16))
-
-
-def test_gathering_for_every_query_head_reads_the_head_of_its_group():
-    states = torch.arange(2 * 3, dtype=torch.float32).view(1, 2, 3, 1)
-    kept = torch.tensor([[[0], [1], [2], [0]]])
-    assert ops.gather_tokens(states, kept).flatten().tolist() == [0.0, 1.0, 5.0, 3.0]
-
-
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_gathering_copies_the_kept_rows_only(heads):
     # More tokens than any memory holds: a copy of the whole cannot even be allocated.

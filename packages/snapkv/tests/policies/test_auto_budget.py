@@ -1,7 +1,5 @@
 """A budget that the votes choose, and what is said of the votes that were lost."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from snapkv.policies.prefix import Prefix
 from snapkv.policies.states import LostVotes
 from tests.families import random_ids, read, tiny_model
 from tests.ops.states import random_layer
+from tests.pairs import pairs
 
 SHARES = torch.tensor(
     [[[0.0, 0.30, 0.10, 0.002, 0.001, 0.05], [0.40, 0.0, 0.0, 0.001, 0.2, 0.0021]]]
@@ -47,9 +46,11 @@ def test_floor_and_cap(voted, expected):
     assert budget.counts(Prefix(layer, 8, 0), lambda _: votes) == [expected]
 
 
-@pytest.mark.parametrize("group_reduce", ["mean", "max", "sum", "none"])
-@pytest.mark.parametrize("window_size", [1, 3, 8])
-@pytest.mark.parametrize("window_reduce", ["mean", "max"])
+@pairs(
+    group_reduce=["mean", "max", "sum", "none"],
+    window_size=[1, 3, 8],
+    window_reduce=["mean", "max"],
+)
 def test_votes_are_compared_as_attention_whatever_the_window(
     window_reduce, window_size, group_reduce
 ):
@@ -82,34 +83,6 @@ def _prompt(rows=1, tokens=160, pads=0):
     mask = torch.ones_like(ids)
     mask[0, :pads] = 0
     return ids, mask
-
-
-@pytest.mark.parametrize(
-    ("parameters", "lost_vote"), [({"pooling": "fading"}, 0.004), ({"kernel_size": (0, 4)}, 0.01)]
-)
-def test_every_position_above_the_bound_stays(parameters, lost_vote):
-    """Against the plain rule, layer by layer, for each row of a batch with pads."""
-    model, (ids, mask) = tiny_model("llama"), _prompt(rows=2, pads=40)
-    seen = []
-
-    class Watched(SnapKV):
-        def select(self, layer):
-            seen.append((self.score(layer) / self.summed_weights(layer), layer))
-            return super().select(layer)
-
-    auto = AutoBudget(lost_vote=lost_vote, least=2)
-    cache = read(model, Watched(auto, window_size=8, **parameters), ids, mask)
-    for index, (shares, layer) in zip(cache.compressed_layers, seen, strict=True):
-        kept = cache.kept_positions(index)
-        for row, (pads, head) in itertools.product((0, 1), enumerate(range(shares.shape[1]))):
-            pads = int(layer.pad_tokens[row])
-            stays = shares[row, :, pads:] > lost_vote
-            stays[:, : cache.policy.sink_tokens] = True
-            above = stays.sum(dim=-1)
-            wanted = stays[head].nonzero()[:, 0].tolist()
-            own = set(kept[row, head].tolist()) - {-1}
-            assert set(wanted) <= own
-            assert len(own) == max(int(above.max()), 2) + 8
 
 
 def test_the_report_says_what_was_lost():

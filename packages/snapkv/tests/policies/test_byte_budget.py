@@ -80,15 +80,23 @@ def test_numbers_beyond_float16_cost_wider_scales():
 
 
 WINDOW = {"window_size": 8}
-STORAGES = [None, "int8", "int4", KVCodes(4, 8, group_size=64), "K8V4"]
 
 
 def held(cache):
     return [row["held_bytes"] for row in cache.report()["layers"]]
 
 
-@pytest.mark.parametrize("quantize", STORAGES, ids=str)
-@pytest.mark.parametrize(("budget", "tokens"), [("45%", 230), ("23%", 500), ("60000B", 301)])
+@pytest.mark.parametrize(
+    ("quantize", "budget", "tokens"),
+    [
+        (None, "45%", 230),
+        ("int8", "23%", 300),
+        ("int4", "60000B", 301),
+        (KVCodes(4, 8, group_size=64), "45%", 230),
+        ("K8V4", "60000B", 301),
+    ],
+    ids=str,
+)
 def test_held_bytes_are_what_was_given_or_just_below(quantize, budget, tokens):
     """Against the tensors of a cache with a number of tokens: one more in a layer is too many."""
     model, ids = tiny_model("llama"), random_ids(1, tokens)

@@ -1,117 +1,26 @@
 """What every policy that evicts while generating promises, step by step."""
 
 import copy
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from snapkv import CompressedCache, InvalidArgumentError
-from snapkv.ops import attention_weights, keep_best
 from snapkv.policies import (
     H2O,
     TOVA,
-    EvictingPolicy,
-    Eviction,
-    FastGen,
     PromptThenDecode,
-    Selection,
     SnapKV,
     StreamingLLM,
 )
-from snapkv.prefill import layer_by_layer
-from tests.families import call, kept_of, random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 from tests.methods import METHODS
 from tests.ops.states import random_layer, worked_prompt, worked_step
 
 PROMPT, BUDGET = 60, 24
 KINDS = {"special_ids": tuple(range(3, 12)), "punctuation_ids": tuple(range(12, 40))}
-
-
-@dataclass(frozen=True)
-class EveryChoice(FastGen):
-    """FastGen whose heads choose in turn, whatever they attend to."""
-
-    def _profile(self, layer, received, *others):
-        heads = torch.arange(received.shape[1], device=received.device)
-        return ((heads + 2 * layer.depth) % 5).expand(received.shape[:2])
-
-
-IN_PARTS = {
-    "tova": METHODS["tova"],
-    "r-kv": METHODS["r-kv"],
-    "fastgen, every choice": EveryChoice(**KINDS),
-}
-
-
-@torch.no_grad()
-def after_a_turn_in_parts(policy, tokens, way):
-    """The last logits and what is held behind a second turn, which came in parts so large."""
-    model, seen = tiny_model("llama"), 0
-    cache = CompressedCache(model, policy)
-    for turn, whole in enumerate(
-        (random_ids(2, PROMPT), random_ids(2, 23, 1), random_ids(2, 1, 2))
-    ):
-        if turn < 2:
-            cache.expect_prompt(seen + whole.shape[1])
-        for part in whole.split(tokens, dim=1):
-            cache.expect_tokens(part)
-            seen += part.shape[1]
-            with way(model):
-                logits = model(part, past_key_values=cache).logits[:, -1]
-    return logits, kept_of(cache)
-
-
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_a_turn_in_parts_is_evicted_from_at_its_end(name):
-    """As where it comes at once: no part of it sees less of what was kept."""
-    expected, own = after_a_turn_in_parts(IN_PARTS[name], PROMPT, nullcontext)
-    ways = [(6, nullcontext)]
-    if "fastgen" not in name:  # refused: it looks at tokens, which come all at once
-        ways.append((PROMPT, partial(layer_by_layer, chunk_tokens=6)))
-    for tokens, way in ways:
-        found, kept = after_a_turn_in_parts(IN_PARTS[name], tokens, way)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        assert kept == own
-
-
-@dataclass(frozen=True)
-class Summed(EvictingPolicy):
-    """Keeps what the last queries attended to most, in sum, the same in so many heads."""
-
-    name = "summed"
-    query_tokens = 1
-    max_decode_tokens = BUDGET
-    heads: int = 1
-
-    def select(self, layer):
-        scores = self._received(layer)
-        kept = keep_best(scores[:, :1], [min(BUDGET, scores.shape[-1])])
-        return Selection.of(layer, kept.expand(-1, self.heads, -1), scores=scores)
-
-    def evict(self, step):
-        scores = step.scores + self._received(step)
-        if scores.shape[-1] <= BUDGET:
-            return Eviction(scores=scores)
-        kept = keep_best(scores[:, :1], [BUDGET])
-        return Eviction(keep_indices=kept.expand(-1, self.heads, -1), scores=scores)
-
-    def _received(self, states):
-        weights = attention_weights(replace(states, queries=states.queries[:, :, -1:]))
-        return weights[:, :, -1].mean(dim=1, keepdim=True).expand(-1, self.heads, -1)
-
-
-def test_scores_and_choices_of_one_head_are_those_of_all():
-    model, ids = tiny_model("llama"), random_ids(2, PROMPT + 20)
-    shared, own = (CompressedCache(model, Summed(heads=heads)) for heads in (1, 2))
-    for piece in (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)):
-        with torch.no_grad():
-            found, expected = (model(piece, past_key_values=cache) for cache in (shared, own))
-        torch.testing.assert_close(found.logits, expected.logits)
-        assert kept_of(shared) == kept_of(own)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +85,6 @@ def test_tova_asks_all_heads_by_hand():
     one, other = (worked_step([row], 3, scores=torch.zeros(1, 1, 3)) for row in rows)
     step = replace(one, queries=torch.cat([one.queries, other.queries], dim=1))
     assert TOVA(2).evict(step).keep_indices.tolist() == [[[1, 2]]]
-
-
-def test_tova_has_no_memory():
-    policy, noted = TOVA(3), torch.tensor([[[9.0, 0, 0, 0, 0]]])
-    one = policy.evict(worked_step([DECODE_ROW], 5, scores=noted))
-    other = policy.evict(worked_step([DECODE_ROW], 5, scores=noted.flip(-1)))
-    assert torch.equal(one.keep_indices, other.keep_indices)
 
 
 def test_streaming_llm_by_hand():

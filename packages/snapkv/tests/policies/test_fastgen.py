@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +20,6 @@ from snapkv import (
 )
 from snapkv.policies.fastgen import (
     FREQUENT,
-    FULL,
     LOCAL,
     PUNCTUATION,
     SPECIAL,
@@ -31,7 +28,7 @@ from snapkv.policies.fastgen import (
     special_tokens,
 )
 from tests.families import random_ids, tiny_model
-from tests.ops.states import pad_left, random_layer, worked_prompt, worked_step
+from tests.ops.states import worked_prompt, worked_step
 from tests.policies.test_evicting import KINDS, PROMPT
 
 ROWS = [[1.0], [0.9, 0.1], [0.8, 0.1, 0.1], [0.7, 0.05, 0.2, 0.05], [0.6, 0.05, 0.25, 0.05, 0.05]]
@@ -111,83 +108,6 @@ def test_more_tokens_are_frequent_as_the_text_grows():
 # The profile, from two sums per token, against the whole matrix in float64.
 
 
-def whole_matrix(layer, row):
-    """(Hq, tokens, tokens) float64 of a row without its pads."""
-    pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
-    queries, keys = layer.queries[row, :, pads:].double(), layer.keys[row, :, pads:].double()
-    keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)
-    options = layer.score_options
-    scores = queries @ keys.transpose(-1, -2) * options.scaling
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    causal = torch.ones(scores.shape[-2:]).tril().bool()
-    scores = scores.masked_fill(~causal, float("-inf"))
-    if options.sink_logits is None:
-        return scores.softmax(-1)
-    sinks = options.sink_logits.double().view(-1, 1, 1).expand(-1, scores.shape[-1], 1)
-    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-
-
-def recovered_by_definition(policy, layer, row, head):
-    """What each choice but everything recovers: 1 minus the mean of what it loses of each row."""
-    group = layer.queries.shape[1] // layer.keys.shape[1]
-    weights = whole_matrix(layer, row)[head * group : (head + 1) * group].mean(0)
-    tokens = weights.shape[0]
-    ids = layer.token_ids[row, -tokens:].tolist()
-    kept = {t for t in range(tokens) if ids[t] in policy.special_ids}
-    recovered = [kept]
-    kept = kept | {t for t in range(tokens) if ids[t] in policy.punctuation_ids}
-    recovered.append(kept)
-    received = weights.sum(0)
-    others = sorted((t for t in range(tokens) if t not in kept), key=lambda t: -float(received[t]))
-    kept = kept | set(others[: max(1, int(tokens * policy.frequent_ratio))])
-    recovered.append(kept)
-    near = max(1, int(tokens * policy.local_ratio))
-
-    def lost(query, stays):
-        return sum(float(weights[query, t]) for t in range(query + 1) if not stays(query, t))
-
-    rules = [lambda _, t, chosen=chosen: t in chosen for chosen in recovered]
-    rules.append(lambda query, t: t in kept or query - t < near)
-    return [1 - sum(lost(q, rule) for q in range(tokens)) / tokens for rule in rules]
-
-
-def profiled(policy, layer):
-    """(B, Hkv) choices; what `select` notes, or everything."""
-    notes = policy.select(layer).head_notes
-    heads = layer.keys.shape[:2]
-    return torch.full(heads, FULL) if notes is None else notes[..., 0]
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 1000),
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
-    recovery=st.floats(0.05, 0.999),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    extras=st.sampled_from([{}, {"softcap": 1.5}, {"with_sinks": True}]),
-)
-def test_the_profile_equals_its_definition(seed, lengths, recovery, kv_heads, extras):
-    rows = [
-        random_layer(
-            seed, kv_heads=kv_heads, prompt_tokens=n, query_tokens=n, sharpness=4, **extras
-        )
-        for n in lengths
-    ]
-    ids = random_ids(len(lengths), max(lengths), seed=seed)
-    layer = replace(pad_left(rows, query_tokens=max(lengths)), token_ids=ids)
-    policy = FastGen(recovery, special_ids=tuple(range(40)), punctuation_ids=tuple(range(40, 70)))
-    choices = profiled(policy, layer)
-    for row in range(len(lengths)):
-        for head in range(kv_heads):
-            recovered = recovered_by_definition(policy, layer, row, head)
-            assert recovered == sorted(recovered), "each choice recovers what the one before does"
-            if min(abs(part - recovery) for part in recovered) < 1e-5:
-                continue  # rounding may decide
-            enough = [part >= recovery for part in recovered]
-            assert int(choices[row, head]) == [*enough, True].index(True)
-
-
 # Who says which tokens come.
 
 
@@ -228,7 +148,7 @@ def test_embeddings_are_refused():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, FastGen(0.8, **KINDS))
     embeds = model.get_input_embeddings()(ids)
-    with pytest.raises(InvalidArgumentError, match=r"inputs_embeds: .*looks at token ids"):
+    with pytest.raises(InvalidArgumentError, match=r"inputs_embeds: .*needs token ids"):
         model.generate(inputs_embeds=embeds, past_key_values=cache, max_new_tokens=2)
     assert cache.get_seq_length() == 0
 

@@ -143,12 +143,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True], ids=["alone", "then tova"])
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_selection_is_refused_by_name(name, is_wrapped):
+@pytest.mark.parametrize("name", [*WRONG, "a list, then tova"])
+def test_a_wrong_selection_is_refused_by_name(name):
+    name, _, then = name.partition(", then")
     made_by, said, remedy = WRONG[name]
     policy = Chosen(made_by)
-    if is_wrapped:
+    if then:
         policy = PromptThenDecode(prompt=policy, decode=TOVA(64))
     cache = CompressedCache(tiny_model("llama"), policy)
     line = rf"^select: expected .* from Chosen in layer .*, got .*{said}.*\. .*{remedy}"

@@ -135,34 +135,6 @@ def test_the_attention_of_groups_equals_its_definition(heads, pads, options):
     torch.testing.assert_close(found, loop_attention(layer, groups, pads or [0, 0], 11))
 
 
-@pytest.mark.parametrize(
-    ("pads", "stored_heads"), [([0, 9], None), ([25, 4], 1), ([28, 0], None)], ids=str
-)
-def test_what_stays_equals_the_definition(pads, stored_heads):
-    """Rows with room for what they hold keep all of it. Pads hold NaN: nothing reads them."""
-    policy = RKV(16, window_size=4, evict_every=3, kernel_size=3, mix_lambda=0.4)
-    layer = random_layer(2, batch=2, prompt_tokens=30, query_tokens=4, kv_heads=2)
-    heads, slots = stored_heads or 2, torch.arange(30)
-    hidden = (slots < torch.tensor(pads)[:, None])[:, None, :, None]
-    poisoned = replace(layer, keys=layer.keys.masked_fill(hidden, math.nan))
-    step = step_of(poisoned, torch.tensor(pads), stored_heads=stored_heads)
-    eviction = policy.evict(step)
-    attention = loop_attention(layer, heads, pads, 26)
-    repeated = loop_redundancy(layer.keys, 0.5, 1, pads).view(2, heads, -1, 30).mean(dim=2)
-    for row, pad in enumerate(pads):
-        held = 30 - pad
-        for head in range(heads):
-            scores = []
-            for slot in range(pad, 26):
-                pooled = float(attention[row, head, max(0, slot - 1) : slot + 2].max())
-                scores.append((0.4 * pooled - 0.6 * float(repeated[row, head, slot]), -slot))
-            kept = 16 if held > 18 else held
-            best = [-slot for _, slot in sorted(scores, reverse=True)[: max(kept - 4, 0)]]
-            expected = [*sorted(best), *range(26, 30)][-kept:]
-            found = eviction.keep_indices[row, head, int(eviction.padding_slots[row]) :]
-            assert found.tolist() == expected
-
-
 class Largest(TorchDispatchMode):
     """How many values the largest tensor made has."""
 

@@ -3,15 +3,9 @@
 What it shares with the other methods that evict is in `test_evicting.py`.
 """
 
-from dataclasses import replace
-
-import pytest
-import torch
-
-from snapkv.ops import ScoreOptions, count_above
 from snapkv.policies import Scissorhands
 from snapkv.policies.scissorhands import layer_budgets
-from tests.ops.states import random_layer, worked_prompt, worked_step
+from tests.ops.states import worked_prompt, worked_step
 
 ROWS = [
     [0.5, 0.05, 0.2, 0.1, 0.15, 0, 0],
@@ -49,55 +43,6 @@ def test_the_uniform_level_of_slots_is_above_that_of_tokens():
     )
     assert tokens.tolist() == [[[4, 5, 6]]], "all but 2 tie, and the oldest go"
     assert slots.tolist() == [[[0, 3, 6]]]
-
-
-def loop_counts(step, threshold, pads):
-    """The definition in float64, one weight at a time."""
-    B, Hq, N, _ = step.queries.shape
-    S, group = step.keys.shape[2], Hq // step.keys.shape[1]
-    result = torch.zeros(B, Hq, S)
-    for row in range(B):
-        for head in range(Hq):
-            columns = step.columns[row, head * step.columns.shape[1] // Hq].tolist()
-            for index in range(N):
-                own = step.seen_tokens - N + index
-                seen = [s for s in range(S) if pads[row] <= columns[s] <= own and columns[s] >= 0]
-                query = step.queries[row, head, index].double()
-                scores = {
-                    s: float(query @ step.keys[row, head // group, s].double())
-                    * step.score_options.scaling
-                    for s in seen
-                }
-                total = sum(torch.tensor(score).exp() for score in scores.values())
-                for s, score in scores.items():
-                    above = torch.tensor(score).exp() / total > threshold[row]
-                    result[row, head, s] += int(above)
-    return result
-
-
-@pytest.mark.parametrize("pads", [[0, 0], [5, 0], [28, 3]], ids=str)
-@pytest.mark.parametrize("block_tokens", [4, 64])
-def test_the_counts_equal_their_definition(pads, block_tokens):
-    """Slots with gaps, some of them of tokens that came after the older queries; leading -1."""
-    source = torch.Generator().manual_seed(0)
-    layer = random_layer(1, batch=2, prompt_tokens=9, query_tokens=9, kv_heads=2)
-    queries = torch.randn(2, 4, 11, 8, generator=source) * 2
-    columns = torch.stack([torch.randperm(30, generator=source)[:9] for _ in range(4)])
-    columns = columns.sort(dim=-1).values.view(2, 2, 9)
-    columns[..., -1] = 30
-    columns[1, :, 0] = -1
-    step = replace(
-        worked_step(ROWS, 7),
-        queries=queries,
-        keys=layer.keys,
-        score_options=ScoreOptions(scaling=0.35),
-        seen_tokens=31,
-        columns=columns,
-    )
-    threshold = torch.tensor([1 / 9, 1 / 31])
-    padded = replace(step, pad_tokens=torch.tensor(pads))
-    got = count_above(padded, threshold, columns, 31, block_tokens=block_tokens)
-    assert torch.equal(got, loop_counts(step, threshold, pads))
 
 
 def test_layer_budgets_rise_and_keep_their_mean():

@@ -5,7 +5,7 @@ common part is tested with any scores there are: few distinct ones, hence many t
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from typing import ClassVar
@@ -176,14 +176,6 @@ def test_of_equal_scores_the_lower_position_is_kept(method, tokens, window_size,
     assert kept_sets(policy, layer) == expected
 
 
-def test_max_pooling_leaves_plateaus_across_the_cut():
-    # Otherwise the property above would not meet the ties it is about.
-    policy = SnapKV(budget=12, window_size=4, kernel_size=7)
-    scores = policy.score(layer_for(policy, 40, 0))[0]
-    for head in scores.sort(descending=True).values:
-        assert head[7] == head[8]
-
-
 @every_method
 @check
 @given(
@@ -217,38 +209,6 @@ def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone_behind_its_fillers(
     assume(all(rounding_cannot_decide(policy, alone) for alone in rows))
     for row, alone in enumerate(rows):
         assert kept_sets(policy, layer, row) == kept_sets(policy, alone)
-
-
-@every_method
-@check
-@given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
-def test_a_prompt_knows_nothing_of_others_and_leaves_the_states_alone(
-    method, tokens, window_size, limit, seed
-):
-    policy = make(method, window_size, limit)
-    layer = layer_for(policy, tokens, seed)
-    queries, keys = layer.queries.clone(), layer.keys.clone()
-    first = kept_sets(policy, layer)
-    assert torch.equal(layer.queries, queries)
-    assert torch.equal(layer.keys, keys)
-    policy.select(layer_for(policy, 1 + seed % 40, seed + 1, batch=2))
-    assert kept_sets(policy, replace(layer)) == first
-    assert policy == make(method, window_size, limit)
-
-
-@every_method
-def test_the_layout_of_the_states_does_not_matter(method):
-    """Models hand over transposed views; a policy must not ask for contiguous memory."""
-    policy = make(method, 4, {"beside_window": 6})
-    layer = layer_for(policy, 30, 0, batch=2)
-    strided = replace(
-        layer,
-        queries=layer.queries.transpose(1, 2).contiguous().transpose(1, 2),
-        keys=layer.keys.transpose(1, 2).contiguous().transpose(1, 2),
-    )
-    assert not strided.keys.is_contiguous()
-    for row in range(2):
-        assert kept_sets(policy, strided, row) == kept_sets(policy, layer, row)
 
 
 @given(ratio=st.floats(0.01, 1.0), lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +48,7 @@ def covered_by_a_loop(spans, positions):
     return [any(start <= one < stop for start, stop in spans) for one in positions]
 
 
+@settings(max_examples=40)
 @given(
     spans=st.lists(st.one_of(SPAN, FAR), max_size=12),
     positions=POSITIONS,
@@ -101,8 +102,8 @@ def test_a_thousand_spans_take_no_more_operations_than_one():
         ([(0, 2.5)], InvalidTypeError, "integer"),
         ([(False, 2)], InvalidTypeError, "integer"),
         ([(-1, 2)], InvalidArgumentError, "at least 0"),
-        ([(2, 2)], InvalidArgumentError, "below its stop"),
-        ([(3, 2)], InvalidArgumentError, "below its stop"),
+        ([(2, 2)], InvalidArgumentError, "less than its stop"),
+        ([(3, 2)], InvalidArgumentError, "less than its stop"),
         ([(0, 10**30)], InvalidArgumentError, "at most"),
     ],
 )

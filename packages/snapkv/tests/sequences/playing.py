@@ -16,7 +16,7 @@ from transformers import DynamicCache, StoppingCriteria
 
 from snapkv import CompressedCache, SnapKVError
 from snapkv.cache import layer_group
-from snapkv.hf import room
+from snapkv.hf import append_buffers
 from snapkv.policies.spans import Spans
 from tests.hf.tape import recording_on_a_cpu
 from tests.sequences import operations as do
@@ -273,8 +273,8 @@ class Game:
         if not self.sequence.recorded:
             return self.model.generate(ids, disable_compile=True, **options)
         with recording_on_a_cpu(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(room, "LEAST_TOKENS", 1)
-            patch.setattr(room, "FIRST_TOKENS", 2)
+            patch.setattr(append_buffers, "LEAST_TOKENS", 1)
+            patch.setattr(append_buffers, "FIRST_TOKENS", 2)
             return self.model.generate(ids, **options)
 
     def _draw(self, tokens: int) -> Tensor:

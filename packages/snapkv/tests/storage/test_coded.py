@@ -17,7 +17,7 @@ from snapkv import (
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import CodedStates
 from snapkv.storage.ragged import RaggedStates
-from tests.families import ONCE, call, random_ids, tiny_model
+from tests.families import call, random_ids, tiny_model
 from tests.ops.coded_cases import encode
 
 PROMPT, BUDGET = 90, 60
@@ -28,38 +28,6 @@ def read(model, policy=POLICY, batch=2, **options):
     cache = CompressedCache(model, policy, **options)
     call(model, cache, random_ids(batch, PROMPT))
     return cache
-
-
-def stored(cache, layer=3):
-    """(B, H, S, D) keys of a layer, as codes stand for them."""
-    return cache.layers[layer].store.padded()[0]
-
-
-IN_CODES = [case for case in ONCE if case[0] != "deepseek_v3"]  # latents are refused
-
-
-@pytest.mark.parametrize(("family", "implementation"), IN_CODES)
-@pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
-def test_every_family_attends_to_what_the_codes_stand_for(family, implementation, policy):
-    """A cache in the model's dtype that is given those numbers goes on with the same logits."""
-    model, later = tiny_model(family, implementation), random_ids(2, 4, 1)
-    exact, packed = read(model, policy), read(model, policy, quantize="int8")
-    for layer in exact.compressed_layers:
-        assert torch.equal(packed.kept_positions(layer), exact.kept_positions(layer))
-        give_what_codes_stand_for(exact.layers[layer].store, packed.layers[layer].store)
-    for token in later.split(1, dim=1):
-        wanted, got = call(model, exact, token), call(model, packed, token)
-        assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
-    assert packed.get_seq_length() == exact.get_seq_length()
-    assert packed.report().kept_tokens == exact.report().kept_tokens
-
-
-def give_what_codes_stand_for(store, coded):
-    keys, values = coded.padded()
-    if store.ragged is None:
-        store.tail.hold(keys, values)
-    else:
-        store.ragged = RaggedStates.gather(keys, values, store.ragged.slots())
 
 
 def test_a_report_says_the_bits_of_what_is_held():

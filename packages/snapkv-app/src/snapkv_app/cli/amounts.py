@@ -40,7 +40,7 @@ def count(name: str, text: str, before: str | None = None) -> int:
     raise wrong(
         name,
         f"expected a whole number such as 4096, 4k or 1.5k, got {text!r}",
-        f"Write for instance {before or f'{_option(name)} '}4k",
+        f"For example, use {before or f'{_option(name)} '}4k",
     )
 
 
@@ -66,7 +66,7 @@ def integers(name: str, text: str) -> tuple[int, ...]:
     raise wrong(
         name,
         f"expected whole numbers with commas between them, got {text!r}",
-        f"Write for instance {_option(name)} 1024,4k",
+        f"For example, use {_option(name)} 1024,4k",
     )
 
 
@@ -84,8 +84,8 @@ def kernel(text: str) -> int | tuple[int, int]:
     if found is None:
         raise wrong(
             "kernel_size",
-            f"expected a width such as 7, or positions before and after, 0+12, got {text!r}",
-            "Write for instance --kernel-size 0+12",
+            f"expected a width such as 7, or positions before and after such as 0+12, got {text!r}",
+            "For example, use --kernel-size 0+12",
         )
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
 
@@ -115,9 +115,9 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
     except InvalidArgumentError:
         raise wrong(
             "budget",
-            f"expected tokens as 4096 or 4k, a share as 12%, bytes as 64MiB, or {AUTO}, got "
-            f"{text!r}",
-            "Write for instance --budget 4k, or --policy full to keep everything",
+            "expected tokens such as 4096 or 4k, a share such as 12%, bytes such as 64MiB, or "
+            f"{AUTO}, got {text!r}",
+            "For example, use --budget 4k, or --policy full to keep everything",
         ) from None
     if least is not None:
         require_int("budget", number, least)
@@ -139,7 +139,7 @@ def _auto_parameter(text: str) -> tuple[str, int | float]:
     raise wrong(
         "budget",
         f"expected auto with lost_vote, least or most, got {text.strip()!r}",
-        "Write for instance --budget auto:lost_vote=0.001,most=4k",
+        "For example, use --budget auto:lost_vote=0.001,most=4k",
     )
 
 
@@ -154,7 +154,7 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
     raise wrong(
         "budget",
         f"expected budgets with commas between them, got {text!r}",
-        "Write for instance --budget 1024,4k, --budget auto or --budget 12%,64MiB",
+        "For example, use --budget 1024,4k, --budget auto or --budget 12%,64MiB",
     )
 
 
@@ -172,9 +172,9 @@ def storage_bits(text: str) -> tuple[str, ...]:
     if not words or len(set(words)) < len(words) or not all(map(_is_storage, words)):
         raise wrong(
             "bits",
-            f"expected some of {EXACT}, int8, int4 and bits of keys and of values as in k8v4, each "
-            f"once, got {text!r}",
-            f"Write for instance --bits {EXACT},int4",
+            f"expected {EXACT}, int8, int4, or bits of keys and values such as k8v4, without "
+            f"repetitions, got {text!r}",
+            f"For example, use --bits {EXACT},int4",
         )
     return tuple(words)
 
@@ -190,7 +190,7 @@ def one_storage(text: str) -> str | None:
         raise wrong(
             "bits",
             f"expected one word, such as {EXACT} or int4, got {text!r}",
-            "Run the command once for each of them",
+            "Run the command again for each of the others",
         )
     return None if word == EXACT else word
 
@@ -217,7 +217,7 @@ def byte_count(name: str, text: str, before: str | None = None) -> int:
     raise wrong(
         name,
         f"expected bytes with a unit, such as 80GB or 24GiB, got {text!r}",
-        f"Write for instance {before or f'{_option(name)} '}80GB",
+        f"For example, use {before or f'{_option(name)} '}80GB",
     )
 
 
@@ -311,4 +311,4 @@ class ReadingLimitParameter(WholeNumber):
         if found := re.fullmatch(r"\s*0*([1-9]\d{,5})\s*s\s*", time):
             return ReadingLimit(number, int(found[1]))
         problem = f"expected tokens, or tokens and seconds such as 4k,90s, got {text!r}"
-        raise wrong(name, problem, f"Write for instance {_option(name)} 4k,90s")
+        raise wrong(name, problem, f"For example, use {_option(name)} 4k,90s")

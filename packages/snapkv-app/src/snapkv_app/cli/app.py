@@ -313,7 +313,7 @@ def _in_words(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     if message.startswith("Missing") and context is not None and context.command.epilog:
         example = context.command.epilog.splitlines()[1]
-        return f"{message.rstrip('.')}. Write for instance {example}."
+        return f"{message.rstrip('.')}. For example, run {example}."
     path = "snapkv" if context is None else context.command_path
     if not message or message.startswith("No such"):
         return f"{message.rstrip('.') or 'A command is missing'}. See {path} --help."

@@ -35,11 +35,18 @@ def ask(
     question: panels.Question,
     options: AskOptions,
 ) -> None:
-    """Answer a question about documents, from a cache smaller than they are."""
+    """Answer a question about documents, from a cache smaller than they are.
+
+    Raises:
+        InvalidArgumentError: the question is empty, files are passed together with a library or
+            neither of them is, or an option is impossible.
+        DocumentError: a file cannot be read, or no document of the library matches the question.
+        LibraryError: there is no library, or a file has changed since it was read.
+    """
     require_question(question)
     if bool(files) == (options.library is not None):
-        problem = f"expected FILES or --library, got {'both' if files else 'neither'}"
-        raise wrong("files", problem, f"Pass one of the two, for instance {EXAMPLES['ask'][0]}")
+        problem = f"expected either files or --library, got {'both' if files else 'neither'}"
+        raise wrong("files", problem, f"For example, run {EXAMPLES['ask'][0]}")
     if not files:
         _ask_library(options, question, context.obj)
         return
@@ -86,10 +93,15 @@ def generate(
     *,
     options: RunOptions,
 ) -> None:
-    """Continue a text, from a cache smaller than it is."""
+    """Continue a text, from a cache smaller than it is.
+
+    Raises:
+        InvalidArgumentError: neither files nor a prompt are passed, or an option is impossible.
+        DocumentError: a file cannot be read.
+    """
     if not (files or prompt):
         problem = "expected --prompt or a file, got neither"
-        raise wrong("prompt", problem, f"Pass one, for instance {EXAMPLES['generate'][0]}")
+        raise wrong("prompt", problem, f"For example, run {EXAMPLES['generate'][0]}")
     require_unicode("prompt", prompt)
     policy, fields = _read_files(files or [], options, context.obj)
 

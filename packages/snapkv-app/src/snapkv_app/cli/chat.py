@@ -13,7 +13,7 @@ import typer
 
 from snapkv.cache.saving.writing import replacing
 from snapkv.errors import OutOfMemoryError, SnapKVError, wrong
-from snapkv.validation import DEFAULT, DEFAULT_BUDGET, closest, format_bytes, without_controls
+from snapkv.validation import DEFAULT, DEFAULT_BUDGET, format_bytes, nearest, without_controls
 from snapkv_app import text_files
 from snapkv_app.cli.announcing import announce_model
 from snapkv_app.cli.fields import with_options
@@ -102,7 +102,7 @@ def _require_chat_options(options: RunOptions, files: Sequence[str], recall: str
     """
     for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
-            raise wrong(name, "chat does not take this option, ask does", "Leave it out")
+            raise wrong(name, "this option is for snapkv ask, not for chat", "Leave it out")
     if recall is not None and not recall.strip():
         problem = "expected host, a folder or none, got an empty text"
         raise wrong("recall", problem, "Leave the option out for host")
@@ -197,7 +197,7 @@ class Chat:
             known = [*commands, "/quit"]
             # A mistyped command is no failure of a turn, so the exit status stays 0.
             problem = f"expected one of {', '.join(known)}, got {name!r}"
-            remedy = f"Write {closest(name, known) or '/help'}"
+            remedy = nearest(name, known, "Type /help for the commands")
             self._note(f"snapkv: {wrong('command', problem, remedy)}")
             return
         commands[name](argument.strip())
@@ -257,6 +257,13 @@ class Chat:
         self._note(f"saved {path}")
 
     def _load(self, path: str) -> None:
+        """Continue the conversation that was saved at `path`.
+
+        Raises:
+            InvalidArgumentError: there is no file at `path`.
+            CacheFileError: the file is damaged, or contains no conversation.
+            CacheMismatchError: the file belongs to another model.
+        """
         if not os.path.isfile(_require_name(path)):
             got = "a folder" if os.path.isdir(path) else "no file"
             problem = f"expected a saved conversation, got {got} at {path!r}"

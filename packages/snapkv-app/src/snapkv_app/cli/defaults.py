@@ -22,7 +22,7 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Default:
-    """A default that a user has set.
+    """The default value of an option, as a user has set it in a file or an environment variable.
 
     Attributes:
         value: the text, as it would be typed.
@@ -90,7 +90,11 @@ def _from_files() -> dict[str, Default]:
 
 
 def _table(path: Path) -> dict[str, Any] | None:
-    """Read the table of a file; None for a ``pyproject.toml`` that has none."""
+    """Read the defaults in a file; None for a ``pyproject.toml`` without a table of them.
+
+    Raises:
+        InvalidArgumentError: ``snapkv.toml`` cannot be read, or is not TOML.
+    """
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it is larger than {_MOST_BYTES:,} bytes")
@@ -105,7 +109,12 @@ def _table(path: Path) -> dict[str, Any] | None:
 
 
 def _default(path: Path, name: str, value: Any) -> tuple[str, Default]:
-    """Check one entry of a file, and return the option and its default."""
+    """Check one entry of a file, and return the option and its default.
+
+    Raises:
+        InvalidArgumentError: the option has no default that a file can set, or the value is neither
+            a text nor a whole number.
+    """
     option = name.replace("-", "_")
     if option not in OPTIONS:
         raise wrong(

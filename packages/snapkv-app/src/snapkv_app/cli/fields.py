@@ -31,7 +31,7 @@ def with_options(
         kind: the dataclass, whose fields are annotated as typer expects it.
         settings: another dataclass, of which the command gets an instance as `settings`; see
             `field_options`. The first line of its docstring is the help of a command without a
-            docstring.
+            docstring. The help of other commands is their docstring up to its `Raises:`.
         panel: the panel of the help that lists the fields of `settings`.
         hidden: the fields of `settings` that are not options.
     """
@@ -58,7 +58,8 @@ def with_options(
                 given["settings"] = from_options(settings, values)
             command(**given, options=options)
 
-        with_every_option.__doc__ = command.__doc__ or (settings.__doc__ or "").partition("\n")[0]
+        text = command.__doc__ or (settings.__doc__ or "").partition("\n")[0]
+        with_every_option.__doc__ = inspect.cleandoc(text).partition("\n\nRaises:")[0]
         vars(with_every_option)["__signature__"] = signature.replace(parameters=parameters)
         with_every_option.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_every_option

@@ -69,7 +69,7 @@ class InspectOptions(MethodOptions, WritingOptions):
                 _ = token_budget(budget) if at else None
             except InvalidArgumentError as error:
                 problem = f"the budget of {spec!r} is not valid ({str(error).rstrip('.')})"
-                raise wrong("beside", problem, "Write for instance h2o@256") from None
+                raise wrong("beside", problem, "For example, use h2o@256") from None
 
 
 @with_options(InspectOptions)
@@ -134,8 +134,8 @@ def _read_budgets(options: InspectOptions) -> list[int] | None:
         return None
     budgets = sorted(set(integers("budgets", options.budgets)))
     if len(budgets) > MOST_BUDGETS:
-        problem = f"expected at most {MOST_BUDGETS}, since each is an answer, got {len(budgets)}"
-        raise wrong("budgets", problem, "Leave some out")
+        problem = f"expected at most {MOST_BUDGETS} budgets, got {len(budgets)}"
+        raise wrong("budgets", problem, "Leave some out, because each of them takes an answer")
     return budgets
 
 

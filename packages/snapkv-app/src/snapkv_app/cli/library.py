@@ -101,7 +101,7 @@ class AddOptions(PolicyOptions):
             raise wrong(
                 "policy",
                 "expected a method for its parameters, got parameters alone",
-                "Pass for instance --policy across-layers --set policy=kvzip",
+                "For example, use --policy across-layers --set policy=kvzip",
             )
 
 
@@ -115,7 +115,11 @@ app = typer.Typer(
 @app.command()
 @with_options(AddOptions)
 def add(sources: panels.Documents, *, options: AddOptions) -> None:
-    """Read new and changed documents, and remove documents whose files were deleted."""
+    """Read new and changed documents, and remove documents whose files were deleted.
+
+    Raises:
+        Exit: a document cannot be read; the exit status is 1.
+    """
     from snapkv_app import library_files
     from snapkv_app.library.library import Outcome
 
@@ -212,7 +216,7 @@ def limit(
     ] = False,
     json: panels.AsJson = False,
 ) -> None:
-    """Limit the bytes of keys and values, by removing the least recently used documents."""
+    """Limit the bytes of keys and values. The least recently used documents are removed first."""
     before = f"snapkv library limit {library} "
     most_bytes = None if size.lower() == "none" else byte_count("size", size, before)
     gone = [entry.name for entry in open_folder(library).limit(most_bytes, evict=evict)]

@@ -16,7 +16,7 @@ from snapkv.validation import (
     DEFAULT,
     FADING_SINKS,
     SMALL_WINDOW,
-    closest,
+    nearest,
     require_budget,
     require_choice,
     require_int,
@@ -54,9 +54,8 @@ def known_method(name: str, argument: str = "policy") -> str:
     if name in by_class:
         return by_class[name]
     problem = f"expected one of {', '.join(methods())}, got {name!r}"
-    close = closest(name, methods())
-    remedy = "See snapkv policies for the methods, and --set for their parameters"
-    raise wrong(argument, problem, f"Write {close}" if close else remedy)
+    remedy = "Run snapkv policies to see the methods, and set their parameters with --set"
+    raise wrong(argument, problem, nearest(name, methods(), remedy))
 
 
 def specs(texts: Iterable[str]) -> list[str]:
@@ -79,7 +78,7 @@ def assignments(texts: Iterable[str]) -> list[tuple[str, str]]:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals):
             problem = f"expected NAME=VALUE, got {text!r}"
-            raise wrong("set", problem, "Write for instance --set seed=1")
+            raise wrong("set", problem, "For example, use --set seed=1")
         found.append((name.replace("-", "_"), value))
     return found
 
@@ -169,7 +168,7 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     given = [part for part in rest.split(",") if part.strip()]
     if not all("=" in part for part in given):
         problem = f"expected NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE, got {spec!r}"
-        raise wrong("policy", problem, "Write for instance snapkv:kernel_size=13")
+        raise wrong("policy", problem, "For example, use snapkv:kernel_size=13")
     return name, typed_assignments(name, given)
 
 
@@ -258,5 +257,4 @@ def _unknown_parameter(
     hints = list(dict.fromkeys(hint for owner in owners for hint in accepted(owner)))
     problem = f"expected a parameter of {' or '.join(owners)}, which has "
     problem += f"{', '.join(hints) or 'none'}, got {name}={value}"
-    close = closest(name, [*hints, *others])
-    return wrong(name, problem, f"Write {close}" if close else "Leave it out")
+    return wrong(name, problem, nearest(name, [*hints, *others], "Leave it out"))

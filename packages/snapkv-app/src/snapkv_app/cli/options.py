@@ -8,7 +8,7 @@ from snapkv.errors import wrong
 from snapkv.validation import (
     AUTO,
     DEFAULT,
-    closest,
+    nearest,
     require_device,
     require_dtype,
     require_share,
@@ -366,7 +366,7 @@ class AskOptions(RunOptions):
             require_share("recompute", self.recompute, "0.2")
         given: dict[str, Any]
         if self.library is None:
-            problem, remedy = "expected --library with it", "Pass --library, or leave it out"
+            problem, remedy = "this option needs --library", "Pass --library, or leave it out"
             given = {"documents": self.documents, "recompute": self.recompute}
             given["allow_changed"] = self.allow_changed or None
         else:
@@ -484,11 +484,11 @@ def read_prefill(text: str) -> Prefill:
     name, _, rest = text.partition(":")
     if name not in PREFILLS:
         problem = f"expected one of {', '.join(PREFILLS)}, got {name!r}"
-        raise wrong("prefill", problem, f"Write {closest(name, PREFILLS) or Exact.name}")
+        raise wrong("prefill", problem, nearest(name, PREFILLS, "Choose one of them"))
     kind = PREFILLS[name]
     given = [_prefill_parameter(kind, part) for part in rest.split(",") if part.strip()]
     if len(dict(given)) < len(given):
-        problem = f"expected every parameter once, got {text!r}"
+        problem = f"expected different parameters, got {text!r}"
         raise wrong("prefill", problem, "Leave the repeated parameter out")
     return kind(**dict(given))
 
@@ -500,7 +500,7 @@ def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:
         InvalidArgumentError: a text is repeated, or is not valid.
     """
     if len(set(texts)) < len(texts):
-        problem = f"expected every way of reading once, got {' '.join(texts)}"
+        problem = f"expected different ways to read prompts, got {' '.join(texts)}"
         raise wrong("prefill", problem, "Leave the repeated one out")
     return [(text, read_prefill(text)) for text in texts]
 
@@ -516,7 +516,6 @@ def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
     known = [field.name for field in fields(kind)]
     if not equals or name not in known:
         problem = f"expected {kind.name} with {', '.join(known) or 'no parameters'} as NAME=VALUE"
-        close = closest(name, known)
-        remedy = f"Write {close}" if close else "Leave the parameter out"
+        remedy = nearest(name, known, "Leave the parameter out")
         raise wrong("prefill", f"{problem}, got {text!r}", remedy)
     return name, count(name, value, f"--prefill {kind.name}:{name}=")

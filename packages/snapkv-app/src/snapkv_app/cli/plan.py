@@ -128,20 +128,26 @@ def memory_of(text: str) -> int:
             "gpu_memory",
             "expected bytes with a unit, such as 80GB or 24GiB, or a card such as H100 or RTX "
             f"4090, got {text!r}",
-            f"Write for instance --gpu-memory {closest(text, CARDS) or '80GB'}",
+            f"For example, use --gpu-memory {closest(text, CARDS) or '80GB'}",
         ) from None
 
 
 @with_options(PlanOptions)
 def plan(*, options: PlanOptions) -> None:
-    """Estimate the memory of a long prompt and what compression gains, without the weights."""
+    """Estimate the memory of a long prompt and what compression gains, without the weights.
+
+    Raises:
+        InvalidArgumentError: `--context` is missing or is a list, or an option is out of range.
+        ModelNotFoundError: there is no model with that name.
+        UnsupportedModelError: the sizes of the model's family are not known.
+    """
     if options.shapes:
         shapes = {name: described(name) for name in SHAPES}
         give(shapes, lambda: shapes_table(shapes), as_json=options.json)
         return
     if options.context is None or "," in options.context:
         got = "none" if options.context is None else repr(options.context)
-        remedy = "Write for instance snapkv plan --model llama-3.1-8b --context 128k"
+        remedy = "For example, run snapkv plan --model llama-3.1-8b --context 128k"
         raise wrong("context", f"expected one number of tokens, got {got}", remedy)
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)

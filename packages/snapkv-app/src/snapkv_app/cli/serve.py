@@ -106,7 +106,7 @@ class ServeOptions:
         """
         if not self.sessions:
             if self.session_bytes is not None:
-                problem = "expected it with --sessions, got it alone"
+                problem = "this option needs --sessions"
                 raise wrong("session-bytes", problem, "Add --sessions, or leave it out")
             return None
         return {"most_bytes": self._bytes("session_bytes")}
@@ -132,10 +132,14 @@ def serve(
     """Serve a model over HTTP with vLLM, from a compressed, unquantized cache.
 
     Any option of `vllm serve` may follow MODEL, such as --max-model-len 32768.
+
+    Raises:
+        InvalidArgumentError: the model is not the first argument, or an option is impossible.
+        MissingDependencyError: vLLM is not installed.
     """
     if model.startswith("-"):
         problem = f"expected the model before all options, got {model}"
-        raise wrong("model", problem, "Write for instance snapkv serve demo --budget 1024")
+        raise wrong("model", problem, "For example, run snapkv serve demo --budget 1024")
     sessions = options.held_sessions()
     if not (options.print_command or find_spec("vllm")):
         install = install_command("vllm")

@@ -288,15 +288,15 @@ class FilesSource(PromptSource):
             shown.append(f"lines {lines}" if is_of_one else f"{name}, lines {lines}")
         if more := len(found.places) - len(places):
             shown.append(f"and {more:,} more places")
-        told = [f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"]
+        cited = [f"read {found.read:,} of {found.of:,} passages: {'; '.join(shown)}"]
         fitting, limit = self._choice.chosen[0], self.options.passages
         if found.tokens < fitting.tokens:
             change = {"passages": limit.longer(fitting.tokens / found.tokens)}
-            told.append(
-                f"stopped at {limit.seconds:,} s: read {found.tokens:,} of {fitting.tokens:,} "
+            cited.append(
+                f"{limit.seconds:,} s were enough for {found.tokens:,} of {fitting.tokens:,} "
                 f"tokens; to read all of them: {changed_command(self.typed, change)}"
             )
-        return told
+        return cited
 
     def _read(self, policy: Policy, settings: GenerationSettings, **ways: Any) -> Answer:
         typed = self.typed if self.options.passages is None else []

@@ -1,4 +1,4 @@
-"""Find out which of a prompt's last tokens voted for which tokens, over all heads and layers."""
+"""Count the votes of the last tokens of a prompt for all of its tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from snapkv_app.observing import observed
 
 
 def scorer_of(policy: Policy) -> PrefixPolicy | None:
-    """Return the innermost policy, if it scores the prefix; None if it does not."""
+    """Return the innermost policy that another policy wraps; None if it does not score tokens."""
     for name in ("policy", "prompt"):
         inner = getattr(policy, name, None)
         if isinstance(inner, Policy):
@@ -25,12 +25,18 @@ def scorer_of(policy: Policy) -> PrefixPolicy | None:
 
 
 def ballots(loaded: LoadedModel, ids: Tensor, policies: Sequence[Policy]) -> list[Ballot | None]:
-    """Count the votes of each policy for the tokens of a (1, T) prompt.
+    """Count the votes for the tokens of a prompt, as each policy counts them.
 
-    One layer is evaluated after the other. Every query head counts the same.
+    The votes are summed over all query heads and layers. The prompt is read one time, and only one
+    layer is stored in full at any time.
+
+    Args:
+        loaded: the model.
+        ids: (1, T) int64, the tokens of the prompt.
+        policies: the policies.
 
     Returns:
-        One ballot per policy; None for a policy that counts no votes.
+        One ballot per policy, in their order; None for a policy that counts no votes.
     """
     scorers = [scorer_of(policy) for policy in policies]
     voting = [scorer if isinstance(scorer, SnapKV) else None for scorer in scorers]
@@ -57,13 +63,17 @@ def _ballot(scorer: SnapKV, votes: Tensor) -> Ballot:
 
 
 def layer_votes(scorer: SnapKV, layer: PromptLayer) -> Tensor:
-    """Compute what each voter would give every token of one layer if it voted alone.
+    """Compute the votes that each voter alone would give to every token in one layer.
 
-    That is its attention, pooled as the method pools votes, and summed over the query heads. The
-    window gets no votes, because it is kept anyway.
+    They are its attention, pooled as the policy pools votes, and summed over the query heads. The
+    window gets no votes, because it is always kept.
+
+    Args:
+        scorer: the policy.
+        layer: a layer with T tokens and at least the queries of the W voters.
 
     Returns:
-        (W, T) float32, on the CPU.
+        (W, T) float32 on the CPU, the votes of each voter for each token.
     """
     queries = last_tokens(layer.queries, scorer.query_tokens)
     tokens = layer.keys.shape[2]

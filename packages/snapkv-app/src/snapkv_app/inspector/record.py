@@ -1,6 +1,6 @@
 """Answer a question with the full cache and with several methods and budgets, for a page.
 
-The prompt is read once for all of them.
+The prompt is read one time for all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,30 +33,30 @@ _UNVOTED = "this method counts no votes"
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRecord:
-    """The answer of a method at one budget, and the tokens that it keeps.
+    """The answer of a method with one budget, and the tokens that the method keeps.
 
     Attributes:
         label: the budget.
         answer: the answer from the compressed cache.
-        said: a sentence about the tokens that are kept at the end of the prompt.
+        sentence: a sentence about the tokens that are kept at the end of the prompt.
         counts: (T,) int64, the number of heads in all layers that keep each token of the prompt.
         heads: the number of heads in all layers.
     """
 
     label: str
     answer: Answer
-    said: str
+    sentence: str
     counts: Tensor
     heads: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRecord:
-    """The records of one method at all of its budgets.
+    """All answers of one method, one for each budget, and the votes that it counts.
 
     Attributes:
-        label: its name on the page.
-        budgets: its records, the least memory first.
+        label: the name of the method on the page.
+        budgets: the records, sorted by the memory of their caches.
         chosen: the record of the budget that was passed with the method.
         ballot: the votes for every token; None if the method counts no votes.
     """
@@ -69,7 +69,7 @@ class MethodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Everything that the page shows.
+    """Everything that the page of the inspector shows.
 
     Attributes:
         question: the question; empty if it is not known.
@@ -87,8 +87,8 @@ class Inspection:
         """Build the page.
 
         Args:
-            request: the model, `documents`, a list of names, and everything else that is needed to
-                reproduce the page.
+            request: the model, the names of the `documents`, and everything else that a user needs
+                to reproduce the page.
         """
         names = ", ".join(request.get("documents", ())) or "the prompt"
         chosen = {method.label: method.chosen.answer.policy for method in self.methods}
@@ -111,18 +111,18 @@ class Inspection:
         )
 
     def _stop(self, record: BudgetRecord) -> Stop:
-        given = record.answer
-        same = Comparison.of(given, self.full).same
-        cut_after = given.new_tokens if given.finish_reason == "length" else None
+        own = record.answer
+        same = Comparison.of(own, self.full).same
+        cut_after = own.new_tokens if own.finish_reason == "length" else None
         return Stop(
             label=record.label,
-            sentences=(record.said, answer_sentence(same, cut_after)),
+            sentences=(record.sentence, answer_sentence(same, cut_after)),
             counts=record.counts,
             heads=record.heads,
             answer={
-                "text": given.text,
+                "text": own.text,
                 "same": same,
-                "changes": word_changes(self.full.text, given.text),
+                "changes": word_changes(self.full.text, own.text),
             },
         )
 
@@ -136,18 +136,20 @@ def inspect_prompt(
     budgets: Sequence[tuple[str, Policy]] = (),
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Inspection:
-    """Read a prompt once for all methods, then answer from the full cache and from each of theirs.
+    """Answer a prompt with the full cache and with several policies, and record what each keeps.
 
     Args:
-        loaded: model and tokenizer.
-        prompt: what the model continues.
-        policies: a label and a policy each.
+        loaded: the model and its tokenizer.
+        prompt: the text to continue.
+        policies: pairs of a label and a policy.
         settings: how answers are generated.
-        budgets: a label and the first of the policies with another budget each.
-        on_step: called with a description of every next step.
+        budgets: pairs of a label and the first policy with another budget.
+        on_step: called before every step with its name, the number of finished steps, and the
+            number of all steps.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
+        InvalidArgumentError: a policy cannot compress this prompt.
         UnsupportedModelError: the model cannot be compressed correctly.
         OutOfMemoryError: the device is full.
     """
@@ -168,8 +170,8 @@ def inspect_prompt(
         given = reader.answer(policy, Exact(), Protection(), ends)
         cache = ends.pop().cache
         counts, heads = kept_counts(cache.prompt_state.layers, given.prompt_tokens)
-        said = kept_of(cache.report(), counts, heads)
-        return BudgetRecord(label=label, answer=given, said=said, counts=counts, heads=heads)
+        kept = kept_of(cache.report(), counts, heads)
+        return BudgetRecord(label=label, answer=given, sentence=kept, counts=counts, heads=heads)
 
     begin_next()
     ids = prompt_ids(loaded, prompt, settings)[:, : prompt.context_tokens(loaded.tokenizer)]
@@ -194,10 +196,11 @@ def inspect_prompt(
 
 
 def prompt_texts(tokenizer: Any, prompt: Prompt) -> list[str]:
-    """Return one text per token of the prompt; joined, they are the prompt's text.
+    """Split the text of a prompt into one piece for each of its tokens.
 
-    If several tokens make one character, the first one has it and the others are empty, as are
-    tokens that the tokenizer adds. If the tokenizer reports no offsets, see `token_texts`.
+    If several tokens make one character, the first token gets it, and the pieces of the others are
+    empty. So are the pieces of tokens that the tokenizer adds. If the tokenizer reports no offsets,
+    the tokens are decoded one by one, see `token_texts`.
     """
     ids, offsets = prompt.encoded(tokenizer, offsets=tokenizer.is_fast)
     if not tokenizer.is_fast:

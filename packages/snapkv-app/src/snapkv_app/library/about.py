@@ -1,4 +1,4 @@
-"""What all documents of a library share: model, tokenizer, prompt template, policy and bits."""
+"""Describe how the documents of a library are read: model, tokenizer, template, policy, bits."""
 
 import base64
 import hashlib
@@ -35,15 +35,15 @@ _SAMPLE = "Question: 2 tokenizers, one text?\n\tÄ 你好 \U0001f600"
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """How the documents of a library were read; the content of `library.json`."""
+    """The description of how all documents of a library are read, stored in `library.json`."""
 
-    model: dict[str, Any]  # identity of the model, see `snapkv.hf.identity`
-    model_name: str  # its name for users
-    tokenizer: str  # digest of the tokenizer and its chat template
+    model: dict[str, Any]  # the identity of the model, see `snapkv.hf.identity`
+    model_name: str  # the name of the model in messages
+    tokenizer: str  # a digest of the tokenizer and its chat template
     prefix_ids: tuple[int, ...]  # the tokens before every document
-    policy: dict[str, Any]  # the policy as a record
+    policy: dict[str, Any]  # the name and the parameters of the policy
     bits: "Bits | dict[str, Any] | None"  # as they were passed; None for the model's dtype
-    max_bytes: int | None = None  # limit of all files of keys and values; None for none
+    max_bytes: int | None = None  # the limit of all files of keys and values together
 
     @classmethod
     def of(
@@ -61,11 +61,12 @@ class About:
             tokenizer: its tokenizer.
             policy: selects the tokens to keep; None keeps all.
             bits: the bits of stored keys and values; None for `DEFAULT_BITS`.
-            model_name: the model's name in error messages; None for the name it was loaded by.
+            model_name: the name of the model in error messages; None for the name by which it was
+                loaded.
 
         Raises:
-            InvalidArgumentError: `bits` is unknown, or the chat template does not repeat the user's
-                text.
+            InvalidArgumentError: `bits` is not a known name, or the chat template does not repeat
+                the text of the user.
         """
         from snapkv.hf.identity import identity_of
         from snapkv.policies import FullCache
@@ -81,11 +82,16 @@ class About:
         )
 
     def as_json(self) -> str:
+        """Return the content of `library.json`."""
         return json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
-        """Build the description from what `as_json` has written.
+        """Build the description from the content of `library.json`.
+
+        Args:
+            content: the bytes of the file.
+            place: the path of the file, for error messages.
 
         Raises:
             LibraryError: the content has another format or version.
@@ -107,22 +113,23 @@ class About:
         )
 
     def made_policy(self, tokenizer: Any) -> "Policy":
+        """Build the policy that compresses the documents."""
         from snapkv.hf.saved import policy_of
 
         return policy_of(self.policy).with_tokenizer(tokenizer)
 
     @property
     def who(self) -> str:
-        """The name, the class and the dtype of the model."""
+        """The name of the model, with its class and its dtype, for messages."""
         return f"{self.model_name} ({self.model['class']}, {self.model['dtype']})"
 
     @property
     def policy_in_words(self) -> str:
-        """The policy with its parameters, such as full() or snapkv(budget=1024)."""
-        return _said(self.policy)
+        """The policy with its parameters for messages, such as "snapkv(budget=1024)"."""
+        return _text(self.policy)
 
     def require_same(self, other: "About") -> None:
-        """Raise unless `other` has the same model and tokenizer.
+        """Raise unless `other` describes the same model and tokenizer.
 
         Raises:
             LibraryError: the model or the tokenizer differs.
@@ -131,7 +138,7 @@ class About:
             what = "" if other.who != self.who else " with other weights or settings"
             raise wrong(
                 "model",
-                f"{self.who} has read this library's documents, got {other.who}{what}",
+                f"this library's documents were read with {self.who}, got {other.who}{what}",
                 "Pass that model, or add the documents to another library",
                 LibraryError,
             )
@@ -139,21 +146,23 @@ class About:
             raise wrong(
                 "tokenizer",
                 f"this library's documents were read with the tokenizer and chat template of "
-                f"{self.who}, which those of {other.who} differ from",
+                f"{self.who}, and those of {other.who} are different",
                 "Pass the same tokenizer and template, or add the documents to another library",
                 LibraryError,
             )
 
     @property
     def codes(self) -> KVCodes | None:
-        """The codes of stored keys and values; None if they are stored in the model's dtype."""
+        """The codes that quantize stored keys and values; None for the dtype of the model."""
         return None if self.bits is None else KVCodes.of(self.bits, "bits")
 
     def require_same_keeping(self, policy: "Policy | None", bits: LibraryBits | None) -> None:
-        """Raise unless `policy` and `bits` are those of the library; None accepts the library's.
+        """Raise unless the documents of this library are stored with `policy` and `bits`.
+
+        None for either of them agrees with every library.
 
         Raises:
-            InvalidArgumentError: `bits` is unknown.
+            InvalidArgumentError: `bits` is not a known name.
             LibraryError: the policy or the bits differ.
         """
         asked = None if policy is None else _as_read(policy)
@@ -163,31 +172,37 @@ class About:
             if other is not None and other != own:
                 raise wrong(
                     name,
-                    f"this library's documents were read with {_said(own)}, got {_said(other)}",
+                    f"this library's documents were read with {_text(own)}, got {_text(other)}",
                     "Leave it out, or add the documents to another library",
                     LibraryError,
                 )
 
 
 def _as_read(policy: "Policy") -> dict[str, Any]:
+    """Return the name and the parameters of a policy as they are read from JSON."""
     return cast(dict[str, Any], json.loads(json.dumps(policy.as_saved())))
 
 
 def _as_given(bits: LibraryBits) -> Bits | dict[str, Any] | None:
+    """Return `bits` as JSON can store them; None for "none".
+
+    Raises:
+        InvalidArgumentError: `bits` is not a known name.
+    """
     if isinstance(bits, KVCodes):
         return asdict(bits)
     if bits == "none":
         return None
-    KVCodes.of(bits, "bits")  # raises if they are unknown
+    KVCodes.of(bits, "bits")
     return bits
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
     if "data" in value:  # a gate, which is identified by its weights
         return hashlib.sha256(base64.b64decode(value["data"])).hexdigest()[:16]
-    given = {key: _said(part) for key, part in value.items() if key != "name" and part is not None}
+    given = {key: _text(part) for key, part in value.items() if key != "name" and part is not None}
     parameters = ", ".join(f"{key}={part}" for key, part in given.items())
     return f"{value.get('name', '')}({parameters})"
 
@@ -196,22 +211,22 @@ def _said(value: Any) -> str:
 
 
 def _prefix_ids(tokenizer: Any) -> list[int]:
-    """Return the template's or the tokenizer's tokens before the first document."""
+    """Return the tokens that the chat template or the tokenizer puts before the first document."""
     if tokenizer.chat_template:
         return _ids(tokenizer, _around(tokenizer, "")[0])
     return special_tokens_around(tokenizer)[0]
 
 
 def document_ids(tokenizer: Any, name: str, text: str) -> list[int]:
-    """Return the tokens of a document: a line with its name, its text, and an empty line."""
+    """Tokenize a document: a line with its name, its text, and an empty line."""
     return content_ids(tokenizer, f"===== {name} =====\n{text}\n\n")
 
 
 def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[int]:
-    """Return the tokens after the last document, up to and including `answer_start`.
+    """Tokenize everything after the last document: the question and the beginning of the answer.
 
     Raises:
-        InvalidArgumentError: the chat template does not repeat the user's text.
+        InvalidArgumentError: the chat template does not repeat the text of the user.
     """
     if tokenizer.chat_template:
         behind = _around(tokenizer, quoted(tokenizer, question))[1]
@@ -221,19 +236,19 @@ def question_ids(tokenizer: Any, question: str, answer_start: str = "") -> list[
 
 
 def fingerprint_of(tokenizer: Any) -> str:
-    """Return a SHA-256 digest of a tokenizer and its chat template, in hexadecimal."""
+    """Return the hexadecimal SHA-256 digest of a tokenizer and its chat template."""
     ids = _ids(tokenizer, _SAMPLE)
     identity = json.dumps([tokenizer.chat_template, len(tokenizer), ids], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def _around(tokenizer: Any, question: str) -> tuple[str, str]:
-    """Return the text that the chat template puts before the documents, and the text after them.
+    """Return the text that a chat template writes before the documents, and the text after them.
 
-    The text after them contains the question.
+    The second text contains the question.
 
     Raises:
-        InvalidArgumentError: the chat template does not repeat the user's text.
+        InvalidArgumentError: the chat template does not repeat the text of the user.
     """
     turn = {"role": "user", "content": _DOCUMENTS + question}
     text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
@@ -248,5 +263,5 @@ def _around(tokenizer: Any, question: str) -> tuple[str, str]:
 
 
 def _ids(tokenizer: Any, written: str) -> list[int]:
-    """Return the tokens of a template's text, in which the content was quoted by `quoted`."""
+    """Tokenize the text that a chat template has written with `quoted` content."""
     return tokenized(tokenizer, *unquoted(written))[0]

@@ -1,6 +1,6 @@
 """Join documents that were read separately in one cache, as if they had been read together.
 
-Every document is read once, by itself. Joining rotates its keys to their new positions. A fraction
+Every document was read by itself. Joining rotates its keys to their new positions. A fraction
 of the tokens, those that the documents before them change most, is recomputed (CacheBlend, arXiv
 2405.16444), fewer in every layer. The result is an ordinary cache: a question is read, the end of
 the prompt votes, and the policy selects tokens.
@@ -32,7 +32,7 @@ from snapkv_app.library.recomputing import recompute as read_again
 _WHOLE = "add the documents with FullCache"
 
 Evenness = Literal["whole", "even", "uneven"]
-"""Which tokens the joined layers store: all of them, equally many in every head, or neither."""
+"""The tokens that joined layers store: all tokens, equally many in every head, or neither."""
 
 
 @torch.no_grad()
@@ -44,18 +44,18 @@ def blend(
     recompute: float = DEFAULT_RECOMPUTE,
     **options: Any,
 ) -> CompressedCache:
-    """Build a cache that has read all documents, one after the other.
+    """Build a cache in the state after reading all documents, one after the other.
 
         cache = blend(model, parts, SnapKV(1024))
         ids = torch.cat([joined_ids(parts), question], dim=1)
         model.generate(ids, past_key_values=cache, ...)
 
-    The question is still a part of the prompt: it is read, votes on the documents, and the policy
-    compresses. If the parts' heads or layers store different numbers of tokens (`AdaKV`,
-    `PyramidKV`), nothing more is compressed, and the whole question is appended.
+    The question is still a part of the prompt: when it is read, it votes on the documents, and the
+    policy selects tokens. If the heads or layers of the parts store different numbers of tokens
+    (`AdaKV`, `PyramidKV`), no more tokens are evicted, and the complete question is appended.
 
-    Tokens that a part has evicted are gone, unless `recompute=1`. If the question is shorter than
-    the observation window, only its own queries vote.
+    Tokens that a part has evicted are missing unless `recompute` is 1. If the question is shorter
+    than the observation window, only its own queries vote.
 
     Args:
         model: the model that has read the parts; all of its layers must have full attention.
@@ -63,7 +63,7 @@ def blend(
         policy: selects the tokens to keep for the question; `snapkv.default_policy()` by default.
         recompute: the fraction of all N tokens that the second layer recomputes. It falls by a
             constant factor from layer to layer, to a tenth in the last layer; above 0.5 it falls
-            less. 0 runs no forward pass at all. 1 reads all tokens in all layers, which is exact.
+            less. 0 runs no forward pass. 1 reads all tokens in all layers, which is exact.
         options: as for `CompressedCache`.
 
     Raises:
@@ -141,11 +141,11 @@ def _fill(cache: CompressedCache, joined: Sequence[JoinedLayer], held: Evenness)
 
 
 def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
-    """Raise unless the policy and the options of a new cache allow what the parts store.
+    """Raise unless the policy and the options of a cache work with the tokens that parts store.
 
     Raises:
-        InvalidArgumentError: the policy would have to select from tokens that it cannot select
-            from, or an option would need tokens that the parts have evicted.
+        InvalidArgumentError: the policy cannot select from these tokens, or an option of the cache
+            needs tokens that the parts have evicted.
     """
     policy = cache.policy
     if held == "uneven":
@@ -153,8 +153,8 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
         if isinstance(policy, EvictingPolicy):
             raise wrong(
                 "policy",
-                f"{policy.name} evicts after every token, which is impossible where the heads "
-                "hold different numbers of tokens",
+                f"{policy.name} evicts after every token, which is impossible if the heads "
+                "store different numbers of tokens",
                 f"Use SnapKV, or {_WHOLE}",
             )
         return
@@ -178,27 +178,27 @@ def _require_going_on(cache: CompressedCache, held: Evenness) -> None:
 
 
 def _require_choice_behind(policy: Policy) -> None:
-    """Raise if the policy reads prompts twice, because it could not read the question then.
+    """Raise if the policy reads prompts twice, because a question is read only one time.
 
     Raises:
-        InvalidArgumentError: it does.
+        InvalidArgumentError: the policy reads prompts twice.
     """
     require_one_reading(policy, "Compress the documents by it, and pass SnapKV for the question")
 
 
 def _refuse_options(cache: CompressedCache, *names: str) -> None:
-    """Raise if one of the named options of the cache is set.
+    """Raise if one of the options `names` of a cache has another value than its default.
 
     Raises:
-        InvalidArgumentError: it is.
+        InvalidArgumentError: it has.
     """
     usual = {"turns": "append"}
     for name in names:
-        given = cache.options[name]
-        if given is not None and given != usual.get(name):
+        value = cache.options[name]
+        if value is not None and value != usual.get(name):
             raise wrong(
                 name,
-                f"expected {usual.get(name, 'none')!r}, got {given!r}; the documents were "
-                "compressed, and no tokens can be selected from them again",
+                f"expected {usual.get(name, 'none')!r}, because the documents were compressed "
+                f"and do not contain all tokens, got {value!r}",
                 f"Leave it out, or {_WHOLE}",
             )

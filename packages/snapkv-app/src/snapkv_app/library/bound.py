@@ -1,4 +1,4 @@
-"""A limit on the bytes of a library: the least recently used documents are evicted."""
+"""Limit the bytes of a library, by evicting the least recently used documents."""
 
 from collections.abc import Collection, Iterable
 
@@ -9,11 +9,11 @@ from snapkv_app.library.index import DocumentEntry
 
 
 class SizeLimit:
-    """The bytes that a library's limit leaves for new documents, and what must be evicted for them.
+    """A limit on the bytes of a library, which selects the documents to evict for a new one.
 
-    The caller must hold the folder's lock. A document that no question has used counts as used when
-    it was written. The most recently used document is never evicted, and neither are those in
-    `stay`.
+    The caller must hold the lock of the folder. The least recently used documents are evicted
+    first. A document that no question has used counts as used when it was written. The most
+    recently used document is never evicted, and neither are those in `stay`.
 
     Args:
         folder: the folder of the library.
@@ -22,7 +22,7 @@ class SizeLimit:
         stay: the keys of documents that must not be evicted.
 
     Attributes:
-        evicted: the documents evicted so far.
+        evicted: all documents that `admit` has returned so far.
     """
 
     def __init__(
@@ -38,17 +38,16 @@ class SizeLimit:
         self.evicted: list[DocumentEntry] = []
 
     def too_many(self, size: int = 0, key: str = "") -> list[DocumentEntry]:
-        """Return the documents that must be evicted before a document of `size` bytes is written.
-
-        Nothing is evicted yet.
+        """Return the documents that must be evicted for a new document, without evicting them.
 
         Args:
-            size: the bytes of the new document's file.
-            key: its key; the document that it replaces is not counted.
+            size: the bytes of the file of the new document.
+            key: the key of the new document. A document with this key is replaced, so its bytes do
+                not count.
 
         Raises:
-            InvalidArgumentError: the document does not fit even if all others that may be evicted
-                are.
+            InvalidArgumentError: the new document does not fit even if all documents are evicted
+                that may be.
         """
         excess = self._held_bytes - self._bytes_of(key) + size - self._most_bytes
         if excess <= 0:
@@ -74,10 +73,10 @@ class SizeLimit:
     def admit(self, entry: DocumentEntry) -> list[DocumentEntry]:
         """Count a document that was written, and return the documents to evict for it.
 
-        The caller must remove them.
+        The caller must remove the returned documents.
 
         Raises:
-            InvalidArgumentError: as for `too_many`.
+            InvalidArgumentError: the document does not fit, as for `too_many`.
         """
         going = self.too_many(entry.bytes, entry.key)
         self._held_bytes += entry.bytes - self._bytes_of(entry.key)
@@ -91,8 +90,8 @@ class SizeLimit:
         return self._held[key].bytes if key in self._held else 0
 
     def _by_last_use(self, keys: Collection[str]) -> list[str]:
-        """Return those of `keys` that may be evicted, the least recently used first."""
-        asked = {key: at for key in keys if (at := self._folder.asked_at(key)) is not None}
-        last = max(asked, key=asked.__getitem__, default=None)
+        """Return the keys that may be evicted, the least recently used first."""
+        uses = {key: time for key in keys if (time := self._folder.asked_at(key)) is not None}
+        last = max(uses, key=uses.__getitem__, default=None)
         free = [key for key in keys if key not in self._stay and key != last]
-        return sorted(free, key=lambda key: (asked.get(key) or self._folder.written_at(key), key))
+        return sorted(free, key=lambda key: (uses.get(key) or self._folder.written_at(key), key))

@@ -1,4 +1,4 @@
-"""The files of a library, which stay complete even if a process is killed while it writes."""
+"""Read and write the files of a library, which survive a process that is killed."""
 
 import contextlib
 import errno
@@ -52,14 +52,14 @@ _MOST_RECORD_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Damage to a file of a library."""
+    """A damaged file of a library."""
 
     name: str  # of the document, or of the file if its record is damaged
     path: Path
     reason: str
 
     def as_notice(self) -> str:
-        """Return a line that reports a damaged record."""
+        """Return a line that reports the damage and says what to do."""
         return (
             f"library: {str(self.path)!r} cannot be used: {self.reason}. Move it away and add its "
             "document again"
@@ -67,12 +67,13 @@ class Fault:
 
 
 class Folder:
-    """The files of a library.
+    """The folder with the files of a library.
 
     ``library.json`` says how the documents were read. Each document has a record in ``documents``,
-    and a file with its cache in ``caches``, under a name that no file had before. The record is
-    written when the cache file is complete, so a document exists if and only if its record does.
-    Readers need no lock: if a cache file is gone, the record names its successor.
+    and a file with its cache in ``caches``, with a name that no file had before. The record is
+    written after the cache file is complete, so a document exists if and only if its record exists.
+    Readers need no lock: if a cache file is missing, the new record names the file that replaces
+    it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,10 +82,11 @@ class Folder:
         self._changed: set[str] = set()
 
     def about(self) -> About | None:
-        """Return how the documents were read; None if there is no library yet.
+        """Read the description of the library; None if there is no library yet.
 
         Raises:
-            LibraryError: the folder cannot be read, contains other files, or has another format.
+            LibraryError: the folder cannot be read, contains files that are not a library's, or has
+                another format.
         """
         file = self.path / _ABOUT
         try:
@@ -106,14 +108,18 @@ class Folder:
         return (self.path / _LOCK).exists()
 
     def begin(self, about: About) -> None:
-        """Make it the folder of a library; the caller must hold the lock."""
+        """Write the description of the library; the caller must hold the lock.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
         replace_file(self.path / _ABOUT, about.as_json())
 
     def _require_free(self) -> None:
-        """Raise if the folder contains files that do not belong to a library.
+        """Raise if the folder contains files of somebody else.
 
         Raises:
-            LibraryError: it does.
+            LibraryError: a file in it does not belong to a library.
         """
         if not self.path.is_dir():
             return
@@ -127,7 +133,7 @@ class Folder:
             )
 
     def _is_own(self, file: Path) -> bool:
-        """Return whether a killed process may have left the file before the library existed."""
+        """Return whether a file may belong to a library that was not finished."""
         if file.name == _LOCK:
             return file.is_file() and not file.read_bytes()[:20].strip(b"0123456789\n")
         return re.fullmatch(_PARTIAL % _NAMES[""], file.name) is not None
@@ -135,13 +141,18 @@ class Folder:
     # Reading.
 
     def records(self) -> tuple[dict[str, Record], list[Fault]]:
-        """Return all documents by their keys, sorted by name, and the damaged records."""
+        """Read all records.
+
+        Returns:
+            The undamaged records by the keys of their documents, sorted by name, and the faults of
+            the damaged ones.
+        """
         stamps = self.stamps()
         entries = [self._entry(key, stamps[key]) for key in sorted(stamps)]
         found = [entry for entry in entries if entry is not None]
         self._known = {key: known for key, known in self._known.items() if key in stamps}
-        whole = [entry for entry in found if isinstance(entry, Record)]
-        named = {record.key: record for record in sorted(whole, key=lambda each: each.name)}
+        undamaged = [entry for entry in found if isinstance(entry, Record)]
+        named = {record.key: record for record in sorted(undamaged, key=lambda each: each.name)}
         return named, [entry for entry in found if isinstance(entry, Fault)]
 
     def record(self, key: str) -> Record | None:
@@ -150,31 +161,34 @@ class Folder:
         return entry if isinstance(entry, Record) else None
 
     def entry(self, key: str) -> Record | Fault | None:
-        """Return the current record of a document or its damage; None if it was removed."""
+        """Return the current record of a document, or its fault; None if it was removed."""
         return self._entry(key, self.stamp_of(key))
 
     def stamps(self) -> dict[str, str]:
-        """Return a text for every document's key that changes whenever its record is written."""
+        """Return the stamp of every record by the key of its document.
+
+        A stamp is a text that changes whenever the record is written.
+        """
         found = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for file in os.scandir(self.path / _DOCUMENTS):
                 if _RECORD.fullmatch(file.name):
                     with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
-                        found[file.name.removesuffix(".json")] = _said(file.stat())
+                        found[file.name.removesuffix(".json")] = _stamp(file.stat())
         return found
 
     def stamp_of(self, key: str) -> str | None:
-        """Return the text for one key, see `stamps`; None if the document was removed."""
+        """Return the stamp of one record, see `stamps`; None if the document was removed."""
         try:
-            return _said(self._record_file(key).stat())
+            return _stamp(self._record_file(key).stat())
         except FileNotFoundError:
             return None
 
     def mark(self) -> str | None:
         """Return a text that changes whenever a record is created or removed.
 
-        It consists of the inode of the folder of records and its time of modification. None if
-        there is no such folder.
+        It consists of the inode and the modification time of the folder of records. None if that
+        folder does not exist.
         """
         try:
             status = (self.path / _DOCUMENTS).stat()
@@ -183,15 +197,19 @@ class Folder:
         return f"{status.st_ino} {status.st_mtime_ns}"
 
     def settled(self) -> str | None:
-        """Return the mark if no later change can have the same mark; else None."""
+        """Return the `mark` if no later change can have the same mark; None otherwise."""
         mark = self.mark()
         is_old = mark and int(mark.split()[1]) < time.time_ns() - SETTLED_NS
         return mark if is_old else None
 
     def new_mark(self) -> str | None:
-        """Give the folder of records a time that no change has had, and return its mark.
+        """Set the modification time of the folder of records to now, and return its new mark.
 
-        The caller must hold the lock. None if the times of the file system are too coarse.
+        The caller must hold the lock.
+
+        Returns:
+            The mark, which no earlier change has had; None if the times of the file system are too
+            coarse.
         """
         now = time.time_ns()
         with contextlib.suppress(OSError):
@@ -201,11 +219,14 @@ class Folder:
 
     @property
     def index_file(self) -> Path:
-        """The file of the full-text index, which only repeats the records, see `index`."""
+        """The path of the full-text index, which can be created again from the records."""
         return self.path / _INDEX
 
     def _entry(self, key: str, stamp: str | None) -> Record | Fault | None:
-        """Return a record or its damage, read again if its stamp has changed; None if removed."""
+        """Return a record or its fault, which is only read if its stamp has changed.
+
+        None if the document was removed.
+        """
         if stamp is None:
             return None
         if self._known.get(key, ("",))[0] != stamp:
@@ -219,11 +240,11 @@ class Folder:
         return self.path / _CACHES / record.cache
 
     def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
-        """Return the damage to a document's cache file; None if there is none.
+        """Return the fault of the cache file of a document; None if it is undamaged.
 
         Args:
             record: the document.
-            checked: whether to read every byte of the file, or its header only.
+            checked: whether to read every byte of the file, or only its header.
         """
         path = self.cache_file(record)
         reason = seal_fault(path, record.seal, checked=checked)
@@ -232,7 +253,7 @@ class Folder:
     # The last use of a document is the time of an empty file.
 
     def note_asked(self, key: str) -> None:
-        """Record that a document is used now; does nothing if the folder is read-only."""
+        """Record that a question uses a document now; ignores that the folder is read-only."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
             place.parent.mkdir(exist_ok=True)
@@ -240,20 +261,24 @@ class Folder:
             os.utime(place, ns=(now, now))
 
     def asked_at(self, key: str) -> int | None:
-        """Return when a question last used a document, in nanoseconds; None if none has."""
+        """Return the time of the last question that used a document, in nanoseconds.
+
+        None if no question has used it.
+        """
         return _time_of(self.path / _ASKED / key)
 
     def written_at(self, key: str) -> int:
+        """Return the time at which a record was written, in nanoseconds; 0 if it is missing."""
         return _time_of(self._record_file(key)) or 0
 
     # Changing, under a lock.
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[set[str]]:
-        """Hold the lock of the library within this block; creates the folder if necessary.
+        """Hold the lock of the library within this block, and create the folder if necessary.
 
-        The lock file contains the process id until the block ends, so the next process sees whether
-        this one was killed, and removes what it has left.
+        Until the block ends, the lock file contains the id of this process. So the next process
+        knows whether this one was killed, and removes the files that it has left.
 
         Yields:
             The keys of the documents that have been written or removed so far.
@@ -281,21 +306,21 @@ class Folder:
                 lock.truncate(0)
 
     def require_unlocked(self) -> None:
-        """Raise if another process is changing the library now; nothing is written.
+        """Raise if another process is changing the library now, without writing anything.
 
         Raises:
-            LibraryError: it is.
+            LibraryError: another process holds the lock.
         """
         path = self.path / _LOCK
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as lock:
             self._take(lock.fileno(), path)
 
     def _take(self, descriptor: int, path: Path) -> None:
-        """Lock an open file.
+        """Lock an open file without waiting.
 
         Raises:
-            LibraryError: another process has locked it.
-            OutputError: it cannot be locked.
+            LibraryError: another process has locked the file.
+            OutputError: the file cannot be locked.
         """
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -315,20 +340,24 @@ class Folder:
     def write(
         self, text: Text, tokens: int, save: Callable[[Path], None], before: Record | None
     ) -> Record:
-        """Add a document, or replace the one whose record is `before`.
+        """Write the cache and the record of a document, which replace those of `before`.
 
-        If that fails, the former document is unchanged, and the new file is removed.
+        If writing fails, the earlier document is unchanged, and the new file is removed. The caller
+        must hold the lock.
 
         Args:
             text: the document.
             tokens: the number of its tokens, without the prefix.
-            save: writes its cache to the file that is passed.
-            before: the record of the document that is replaced; None for a new one or a damaged
-                record.
+            save: writes the cache to the path that it is called with.
+            before: the record of the document that is replaced. None if the document is new, or if
+                its record is damaged.
+
+        Returns:
+            The new record.
 
         Raises:
-            InvalidArgumentError: raised by `save`.
-            LibraryError: a file that no library has written is at the place of the record.
+            InvalidArgumentError: `save` has raised it.
+            LibraryError: a file that no library has written has the name of the record.
             OutputError: a file cannot be written.
         """
         self._changed.add(text.key)
@@ -371,6 +400,7 @@ class Folder:
         """Remove documents, and return their records.
 
         Every record is removed before its cache file, so that no reader looks for a missing file.
+        Unknown keys are ignored. The caller must hold the lock.
 
         Raises:
             OutputError: a record cannot be removed.
@@ -387,7 +417,7 @@ class Folder:
         return records
 
     def _clean(self) -> None:
-        """Remove files that killed processes have left, but only those with a library's names."""
+        """Remove the files that killed processes have left, if they have names of a library."""
         records, damaged = self.records()
         unsure = {fault.path.stem for fault in damaged}
         used = {record.cache for record in records.values()}
@@ -405,13 +435,17 @@ class Folder:
         return self.path / _DOCUMENTS / f"{key}.json"
 
     def _remove_caches(self, key: str, kept: str) -> None:
+        """Remove all cache files of a document except the one with the name `kept`."""
         for file in _files(self.path / _CACHES, _NAMES[_CACHES]):
             if file.name.partition("-")[0] == key and file.name != kept:
                 _unlink(file)
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """Return the files of a folder whose names match, sorted; none if it is missing."""
+    """Return the files of a folder whose names match a regular expression, in order.
+
+    Empty if the folder is missing.
+    """
     try:
         return sorted(file for file in folder.iterdir() if re.fullmatch(name, file.name))
     except (FileNotFoundError, NotADirectoryError):
@@ -419,13 +453,13 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _unlink(file: Path) -> None:
-    """Remove a file, if possible; nothing needs it any more."""
+    """Remove a file that is not needed any more, and ignore that this may fail."""
     with contextlib.suppress(OSError):
         file.unlink()
 
 
 def _write_if_room(file: IO[bytes], data: bytes) -> None:
-    """Write data that may be missing: on a full disk, documents can still be removed."""
+    """Write data to a file, and ignore a full disk, so that documents can still be removed."""
     try:
         file.write(data)
     except OSError as error:
@@ -440,11 +474,16 @@ def _time_of(file: Path) -> int | None:
         return None
 
 
-def _said(status: os.stat_result) -> str:
+def _stamp(status: os.stat_result) -> str:
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns}"
 
 
 def _read_record(file: Path) -> Record | Fault:
+    """Read a record from its file; return a fault if the file is damaged.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+    """
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_RECORD_BYTES:
@@ -462,10 +501,10 @@ def _read_record(file: Path) -> Record | Fault:
 
 
 def _require_own_record(file: Path) -> None:
-    """Raise if a file that no library has written is at the place of a record.
+    """Raise if a file that no library has written has the name of a record.
 
     Raises:
-        LibraryError: it is.
+        LibraryError: it has.
     """
     if not os.path.lexists(file):
         return

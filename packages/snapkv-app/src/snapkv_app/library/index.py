@@ -1,4 +1,4 @@
-"""The full-text index of a library: a SQLite file that can be rebuilt from the records."""
+"""Keep the full-text index of a library, a SQLite file that can be built from the records."""
 
 import contextlib
 import hashlib
@@ -49,11 +49,12 @@ class DocumentEntry(NamedTuple):
 
     key: str
     name: str  # in answers
-    source: str | None  # the file it was read from; None for a text that was given
+    source: str | None  # the file from which it was read; None for a text without a file
     bytes: int  # of the file with its cache
 
     @property
     def where(self) -> str:
+        """The file from which the document was read, or the name of a text without a file."""
         return self.source or self.name
 
 
@@ -63,9 +64,9 @@ _ENTRIES = "select key, name, source, bytes from documents"
 class Index:
     """The documents and passages of a library, in a file or in memory.
 
-    The records are authoritative. If their folder has changed, `update` compares their stamps with
-    those in the index, no matter which process has added, changed or removed documents, or was
-    killed.
+    The records are authoritative. If their folder has changed, `update` compares the stamps of all
+    records with those in the index. So it does not matter which process has added, changed or
+    removed documents, or was killed.
 
     Args:
         place: the file of the index, or ":memory:".
@@ -82,47 +83,52 @@ class Index:
 
     # Looking up documents.
 
-    def entries(self, where: str = "", given: Iterable[str] = ()) -> list[DocumentEntry]:
-        """Return documents, sorted by name.
+    def entries(self, where: str = "", values: Iterable[str] = ()) -> list[DocumentEntry]:
+        """Return the documents that meet a condition, sorted by name.
 
         Args:
             where: an SQL condition; empty for all documents.
-            given: the values of its placeholders.
+            values: the values of its placeholders.
         """
-        asked = f"{_ENTRIES} {where and 'where ' + where} order by name"
+        query = f"{_ENTRIES} {where and 'where ' + where} order by name"
         return [
             DocumentEntry(*row)
-            for row in self.connection.execute(asked, tuple(map(printable, given)))
+            for row in self.connection.execute(query, tuple(map(printable, values)))
         ]
 
     def named(self, name: str) -> list[DocumentEntry]:
+        """Return the documents with a name."""
         return self.entries("name = ?", [name])
 
     def read_from(self, *sources: str) -> list[DocumentEntry]:
+        """Return the documents that were read from one of these files."""
         return self.entries(f"source in ({', '.join('?' * len(sources))})", sources)
 
     def below(self, place: str) -> list[DocumentEntry]:
-        """Return the documents that were read from the file `place` or files in that folder."""
+        """Return the documents that were read from the file `place`, or from files below it."""
         inside = place.rstrip("/") + "/"
         until = inside[:-1] + chr(ord("/") + 1)
         return self.entries("source = ? or source >= ? and source < ?", [place, inside, until])
 
     def place_of(self, passage: int) -> tuple[str, int]:
-        """Return the key of a passage's document, and the character where it starts."""
+        """Return the key of the document of a passage, and the position where the passage starts.
+
+        ("", 0) if there is no passage with that id.
+        """
         return self.connection.execute(_PLACE, (passage,)).fetchone() or ("", 0)
 
     def is_of_now(self, key: str) -> bool:
-        """Return whether the record of a document is unchanged since it was indexed."""
+        """Return whether the index contains the current record of a document."""
         known: tuple[str] | None = self.connection.execute(_STAMP, (key,)).fetchone()
         return known == (self._folder.stamp_of(key),)
 
     # Updating.
 
     def update(self, *, anew: bool = False) -> None:
-        """Index the records that are new or have changed, and remove those that are gone.
+        """Add new and changed records to the index, and remove deleted ones from it.
 
         Args:
-            anew: whether to look at all records even if none was created or removed.
+            anew: whether to compare all records even if none was created or removed.
         """
         mark = self._folder.mark()  # taken before the records are read
         if not anew and mark and self.connection.execute(_MARK).fetchall() == [(mark,)]:
@@ -138,9 +144,9 @@ class Index:
             self._note(settled)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Index the records of some documents, the only ones that have changed since `update`.
+        """Update the index for the documents with these keys, which are all that have changed.
 
-        The caller must hold the folder's lock.
+        The caller must hold the lock of the folder.
         """
         mark = self._folder.new_mark()
         with self._changing():
@@ -148,6 +154,10 @@ class Index:
             self._note(mark)
 
     def _follow(self, keys: Iterable[str], stamp_of: Callable[[str], str | None]) -> None:
+        """Replace the rows of some documents by those of their current records.
+
+        A document without a record loses its rows, and a damaged record is reported, too.
+        """
         for key in keys:
             self.connection.execute(_FORGET_WORDS, (key,))
             self.connection.execute("delete from spans where key = ?", (key,))
@@ -160,6 +170,7 @@ class Index:
                 self._on_notice(entry.as_notice())
 
     def _insert(self, stamp: str, record: Record) -> None:
+        """Add a document and its passages to the tables."""
         about = (record.key, stamp, record.name, record.source, record.tokens, record.bytes)
         self.connection.execute("insert into documents values (?, ?, ?, ?, ?, ?)", about)
         for *span, words, text in _rows(record):
@@ -169,12 +180,14 @@ class Index:
             self.connection.execute(INSERT_PASSAGE, row)
 
     def _note(self, mark: str | None) -> None:
+        """Store the mark of the folder whose records are all in the index; None stores none."""
         self.connection.execute("delete from mark")
         if mark is not None:
             self.connection.execute("insert into mark values (?)", (mark,))
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
+        """Commit all changes of this block together, or none of them if it raises."""
         self.connection.execute("begin immediate")
         try:
             yield
@@ -185,9 +198,9 @@ class Index:
 
     @contextlib.contextmanager
     def unchanging(self) -> Iterator[None]:
-        """Prevent other connections from writing within this block.
+        """Prevent other connections from changing the index within this block.
 
-        Otherwise a row id could be given to another passage between two queries.
+        Otherwise another passage could get the same row id between two queries.
         """
         self.connection.execute("begin")
         try:
@@ -198,7 +211,7 @@ class Index:
     # Checking.
 
     def holds_what_is_there(self) -> bool:
-        """Return whether the index agrees with every record that has not changed since."""
+        """Return whether the index agrees with all records that are unchanged since `update`."""
         stamps, known = self._folder.stamps(), dict(self.connection.execute(_KNOWN))
         for key in (key for key, stamp in known.items() if stamps.get(key) == stamp):
             record = self._folder.record(key)
@@ -206,8 +219,8 @@ class Index:
                 continue  # a damaged record is reported by itself
             about = self.connection.execute(_ABOUT, (key,)).fetchall()
             own = self.connection.execute(_ROWS, (key,)).fetchall()
-            said = (record.name, record.source, record.tokens, record.bytes)
-            if about != [said] or own != _rows(record):
+            expected = (record.name, record.source, record.tokens, record.bytes)
+            if about != [expected] or own != _rows(record):
                 return False
         (lone,) = self.connection.execute(_LONE).fetchone()
         return not lone
@@ -231,9 +244,9 @@ _LONE = (
 
 
 def fault_of(folder: Folder) -> Fault | None:
-    """Return the damage to the index file of a folder; None if it is missing or undamaged.
+    """Return the fault of the index file of a folder; None if it is missing or undamaged.
 
-    A file of another version is not damaged, because the next search replaces it.
+    A file of another version counts as undamaged, because the next search replaces it.
     """
     file = folder.index_file
     if not file.exists():
@@ -241,18 +254,18 @@ def fault_of(folder: Folder) -> Fault | None:
     reason = None
     try:
         with closing(Index(":memory:", folder, lambda _: None)) as index:
-            whole = index.connection
+            copied = index.connection
             with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as own:
                 if _version_of(own) != _VERSION:
                     return None  # the next search creates it again
-                own.backup(whole)
-            whole.execute("insert into passages(passages) values ('integrity-check')")
-            (said,) = whole.execute("pragma integrity_check").fetchone()
-            words = _digest_of_words(whole)
-            whole.execute("insert into passages(passages) values ('rebuild')")
-            is_whole = said == "ok" and words == _digest_of_words(whole)
-            if not is_whole or not index.holds_what_is_there():
-                reason = "it is not what was written"
+                own.backup(copied)
+            copied.execute("insert into passages(passages) values ('integrity-check')")
+            (result,) = copied.execute("pragma integrity_check").fetchone()
+            words = _digest_of_words(copied)
+            copied.execute("insert into passages(passages) values ('rebuild')")
+            is_sound = result == "ok" and words == _digest_of_words(copied)
+            if not is_sound or not index.holds_what_is_there():
+                reason = "its content has changed since it was written"
     except sqlite3.Error as error:
         reason = None if cannot_be_written(error) else str(error)
     if reason is None:
@@ -262,9 +275,9 @@ def fault_of(folder: Folder) -> Fault | None:
 
 
 def _digest_of_words(index: sqlite3.Connection) -> str:
-    """Return a digest of every indexed word and its position.
+    """Return a digest of all indexed words with their positions.
 
-    SQLite's own integrity check misses some words that were changed into others.
+    The integrity check of SQLite does not notice all words that were changed into others.
     """
     index.execute("create virtual table temp.words using fts5vocab(main, passages, instance)")
     digest = hashlib.sha256()
@@ -275,9 +288,9 @@ def _digest_of_words(index: sqlite3.Connection) -> str:
 
 
 def cannot_be_written(error: sqlite3.Error) -> bool:
-    """Return whether an error has another cause than damage to the file.
+    """Return whether an error has another cause than a damaged file.
 
-    Such causes are missing permissions, another process that is writing, and a full disk.
+    Such a cause is a missing permission, another process that is writing, or a full disk.
     """
     kind = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return kind in (
@@ -287,6 +300,14 @@ def cannot_be_written(error: sqlite3.Error) -> bool:
 
 
 def opened(place: str) -> sqlite3.Connection:
+    """Open an index, and create its tables if it has none or those of another version.
+
+    Args:
+        place: the file of the index, or ":memory:".
+
+    Raises:
+        sqlite3.Error: the file cannot be opened, or SQLite has no full-text search.
+    """
     index = sqlite3.connect(
         place, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
     )
@@ -341,16 +362,16 @@ def explained() -> Iterator[None]:
 def folded(text: str) -> str:
     """Return `text` in the form in which passages and questions are compared.
 
-    Ligatures and full-width letters become plain letters (NFKC), and invisible marks are dropped.
-    Parts of a word on two lines are followed by the joined word: "termi-", "nation" and
-    "termination" are found, and so are both halves of "well-known".
+    Ligatures and full-width letters become plain letters (NFKC), and invisible marks are removed.
+    If a word is hyphenated at the end of a line, the joined word is added after its two parts. So
+    "termi-", "nation" and "termination" are found, and so are both parts of "well-known".
     """
     plain = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text))
     return _HYPHENATED.sub(r"\1 \2 \1\2", plain)
 
 
 def as_indexed(text: str) -> str:
-    """Return the words of `text` as the full-text index stores them."""
+    """Return `text` in the form in which the full-text index stores its words."""
     return SINGLE.sub(_APART, folded(text))
 
 

@@ -1,4 +1,4 @@
-"""Documents that were read separately, and the keys and values of each layer once they are joined.
+"""Join the keys and values of documents that were read separately.
 
 A key contains its token's position as a rotation, and attention depends on distances only. So if a
 document is moved to another position, its keys are rotated by the difference, and its values stay
@@ -30,17 +30,17 @@ Turn = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One document, read by itself after a prefix.
+    """A document that was read by itself after a prefix, with its cache.
 
     Attributes:
         input_ids: (1, T) integers, the tokens of the prefix and the document.
-        cache: the cache that has read these tokens, and nothing else.
+        cache: the cache that has read exactly these tokens.
         prefix_tokens: the number of tokens of the prefix, which all parts have in common.
 
     Raises:
         CacheMismatchError: the cache has not read exactly T tokens, or has several rows or padding.
         InvalidArgumentError: `input_ids` is not one row with tokens after the prefix, or the cache
-            has recall or has moved its sinks.
+            has recall or has moved the keys of its sinks.
         InvalidTypeError: an argument has the wrong type.
     """
 
@@ -118,7 +118,10 @@ class Part:
 
 
 def joined_ids(parts: Sequence[Part]) -> Tensor:
-    """Return the tokens of all parts in order, with the prefix only once: (1, N) int64.
+    """Return the tokens of all parts, one after the other, with only one prefix.
+
+    Returns:
+        (1, N) int64, on the device of the first part.
 
     Raises:
         InvalidArgumentError: there is no part.
@@ -154,8 +157,8 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
         if not torch.equal(part.input_ids[:, : part.prefix_tokens].cpu(), prefix):
             raise wrong(
                 "parts",
-                f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens that "
-                "the first part begins with",
+                f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens of the "
+                "first part",
                 "Read its document again after that prefix",
                 CacheMismatchError,
             )
@@ -189,7 +192,7 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
 
 
 def _require_some(parts: Sequence[Part]) -> None:
-    """Raise unless `parts` consists of at least one `Part`.
+    """Raise unless `parts` contains at least one `Part` and nothing else.
 
     Raises:
         InvalidArgumentError: it is empty.
@@ -205,20 +208,21 @@ def _require_some(parts: Sequence[Part]) -> None:
         if not isinstance(part, Part):
             raise wrong(
                 "parts",
-                f"expected documents as snapkv_app.library.Part, got {type(part).__name__}",
-                "Pass [Part(input_ids=..., cache=...)]",
+                f"expected a list of Part objects, got an element of type {type(part).__name__}",
+                "Make a Part of each document",
                 InvalidTypeError,
             )
 
 
 def _named(model: PreTrainedModel) -> str:
+    """Return the class and the path of a model, for an error message."""
     path = getattr(model.config, "name_or_path", "")
     return f"{type(model).__name__} {path!r}" if path else f"a {type(model).__name__}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedLayer:
-    """The keys and values of the N joined tokens in one layer.
+    """The stored keys and values of all N joined tokens in one layer.
 
     Attributes:
         key_states: (1, H, S, D), rotated to the tokens' positions in the joined text.
@@ -235,7 +239,7 @@ class JoinedLayer:
 
     @property
     def slots(self) -> int:
-        """S, the tokens of the head that holds most."""
+        """S, the number of tokens in the head that stores most of them."""
         return int(self.places.shape[-1])
 
     @functools.cached_property
@@ -249,13 +253,13 @@ class JoinedLayer:
         return self.slots == self.tokens and self.is_even
 
     def slots_of(self, chosen: Tensor) -> Tensor:
-        """Return the slot of each chosen token in every head.
+        """Return the slot in which each head stores each of the chosen tokens.
 
         Args:
             chosen: (n,) int64, tokens.
 
         Returns:
-            (H, n) int64; -1 where a head does not store the token.
+            (H, n) int64; -1 if a head does not store the token.
         """
         H, S = self.places.shape[1:]
         found = self.places.new_full((H, self.tokens + 1), -1)  # the last column is for no token
@@ -265,7 +269,7 @@ class JoinedLayer:
         return found[:, chosen]
 
     def put(self, chosen: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Replace the stored states of tokens in the heads that store them.
+        """Replace the keys and values of tokens in the heads that store them.
 
         Changes the layer in place.
 
@@ -275,8 +279,8 @@ class JoinedLayer:
             values: (1, H, n, Dv), their new values.
 
         Returns:
-            (n,) float32, how far the new states of each token are from the old ones: squared
-            distances, summed over keys, values and the heads that store the token.
+            (n,) float32, the squared distance between the old and the new states of each token,
+            summed over keys, values and the heads that store the token.
         """
         slots = self.slots_of(chosen)
         heads, tokens = (slots >= 0).nonzero(as_tuple=True)
@@ -291,7 +295,10 @@ class JoinedLayer:
 
 
 def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
-    """Join the stored keys and values of all parts, layer by layer, with the prefix only once.
+    """Join the stored keys and values of all parts in every layer, with only one prefix.
+
+    The keys are rotated to the positions that the tokens have in the joined text. The parts are not
+    changed.
 
     Raises:
         UnsupportedModelError: the keys of the model cannot be rotated to other positions.
@@ -321,7 +328,17 @@ def join(model: PreTrainedModel, parts: Sequence[Part]) -> list[JoinedLayer]:
 def _moved(
     layer: CompressedLayer, rotation: Turn, *, prefix_tokens: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a part's keys, values and places without its prefix, moved by `step` positions."""
+    """Return the keys, values and positions of a part in one layer, moved to new positions.
+
+    Args:
+        layer: the layer of the part.
+        rotation: rotates keys by a number of positions.
+        prefix_tokens: the number of tokens of the prefix to leave out.
+        step: the number of positions by which the part is moved.
+
+    Returns:
+        Keys, values and positions; the position is -1 in slots of the prefix that remain.
+    """
     keys, values = layer.store.padded()
     places = layer.stored_positions()
     left_out = int((places < prefix_tokens).sum(dim=-1).min())
@@ -335,7 +352,16 @@ def _moved(
 
 
 def _packed(keys: Tensor, values: Tensor, places: Tensor, tokens: int) -> JoinedLayer:
-    """Move empty slots to the front of every head, and drop those that all heads have in common."""
+    """Build a joined layer, with the empty slots of every head at its front.
+
+    Empty slots that all heads have are removed.
+
+    Args:
+        keys: (1, H, S, D).
+        values: (1, H, S, Dv).
+        places: (1, H, S) int64, the token in every slot; -1 in empty slots.
+        tokens: N, the number of joined tokens.
+    """
     held = places >= 0
     if not bool(held.all()):
         longest = int(held.sum(dim=-1).max())

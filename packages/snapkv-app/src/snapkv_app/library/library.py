@@ -1,4 +1,4 @@
-"""Documents that a model reads once, for any number of later questions."""
+"""Store documents that a model has read, for any number of later questions."""
 
 import contextlib
 import math
@@ -53,17 +53,19 @@ What = Literal["read", "changed", "mended", "skipped", "failed", "dropped", "evi
 class Outcome:
     """The outcome of adding one document.
 
-    It is "read" (new), "changed" (another text), "mended" (its file was damaged), "skipped"
-    (unchanged) or "failed"; "dropped" if its source file was deleted, and "evicted" if the limit
-    left no room for it.
+    Attributes:
+        name: the name of the document.
+        what: "read" if the document is new, "changed" if it had another text, "mended" if its file
+            was damaged, "skipped" if it is unchanged, "failed" if it cannot be read, "dropped" if
+            its source file was deleted, and "evicted" if the limit has no room for it.
     """
 
     name: str
     what: What
-    tokens: int = 0  # of the document; 0 where it failed
+    tokens: int = 0  # of the document; 0 if it failed
     bytes: int = 0  # of the file with its cache
-    seconds: float = 0.0  # that reading and writing took
-    reason: str = ""  # why it failed
+    seconds: float = 0.0  # the time of reading and writing the document
+    reason: str = ""  # the error, if it failed
 
 
 def _warn(line: str) -> None:
@@ -71,7 +73,7 @@ def _warn(line: str) -> None:
 
 
 class Library:
-    """Documents in a folder, each read once by the same model.
+    """A folder of documents that the same model has read.
 
     ::
 
@@ -81,16 +83,17 @@ class Library:
         inputs = library.inputs(model, tokenizer, "Who may terminate the lease?", hits)
         model.generate(**inputs, max_new_tokens=64)
 
-    A document exists once its file is complete; if `add` is killed, the next one continues where it
-    stopped. While one process adds, others may ask.
+    A document exists as soon as its file is complete. If `add` is killed, the next call continues
+    after the last complete document. Other processes may ask questions while one adds documents.
 
     Args:
-        folder: the library's folder, created with the first document.
-        on_notice: called with a line about every damaged file; a warning by default.
+        folder: the folder of the library, which is created with the first document.
+        on_notice: called with a line about every damaged file; by default it is a warning.
 
     Raises:
-        InvalidArgumentError: an empty name.
-        LibraryError: the folder exists and is not a library.
+        InvalidArgumentError: the name of the folder is empty or contains a NUL byte.
+        InvalidTypeError: `folder` is not a path.
+        LibraryError: the folder exists, but is not a library or cannot be read.
     """
 
     def __init__(self, folder: str | Path, *, on_notice: NoticeSink = _warn) -> None:
@@ -108,7 +111,7 @@ class Library:
 
     @property
     def about(self) -> About | None:
-        """How the documents are read; None before the first `add`."""
+        """The description of how documents are read; None before the first `add`."""
         return self._folder.about()
 
     @property
@@ -120,11 +123,11 @@ class Library:
         return list(records.values())
 
     def required(self) -> About:
-        """Return how the documents are read.
+        """Return the description of how documents are read.
 
         Raises:
-            LibraryError: there is no library yet; the message says if its first document is being
-                read, or was not read to its end.
+            LibraryError: there is no library yet. The message says whether another process is
+                reading its first document, or was stopped before the end of that document.
         """
         about = self._folder.about()
         if about is None:
@@ -139,13 +142,13 @@ class Library:
             raise wrong(
                 "library",
                 f"there is no library at {str(self.path)!r}",
-                "Make one with snapkv library add FILES --to FOLDER",
+                "Create one with snapkv library add FILES --to FOLDER",
                 LibraryError,
             )
         return about
 
     def require_unlocked(self) -> None:
-        """Check that documents can be added now, before a model is loaded for it.
+        """Raise if documents cannot be added now, which is checked before a model is loaded.
 
         Raises:
             LibraryError: another process is changing the library.
@@ -163,64 +166,70 @@ class Library:
         model_name: str | None = None,
         on_progress: ProgressSink | None = None,
     ) -> list[Outcome]:
-        """Read documents; unchanged ones are skipped.
+        """Read documents and store them, except those that the library already has unchanged.
 
-        If a document cannot be read, its outcome says so, and the others are still read.
+        If a document cannot be read, its outcome is "failed", and the others are still read.
 
         Args:
-            model: a decoder-only transformers model.
-            tokenizer: its tokenizer; with a chat template, documents are read after its first
-                tokens.
-            documents: `Text`, or pairs of a name and a text, each name once.
-            policy: which tokens to keep, before any question is known; the library's by default; a
-                new library keeps everything. With `KVzip`, and `AdaKV` around it, the model reads a
-                document twice.
-            bits: of stored keys and values, see `CompressedCache.save`, or "none" for the model's
-                dtype; the library's by default, "int4" for a new one.
-            model_name: the model's name in error messages.
+            model: a decoder-only model of transformers.
+            tokenizer: its tokenizer. If it has a chat template, documents are read after the first
+                tokens of the template.
+            documents: `Text` objects, or pairs of a name and a text; no two of them may have the
+                same name.
+            policy: selects the tokens to keep, before any question is known. By default it is the
+                policy of the library, and a new library keeps all tokens. With `KVzip`, and `AdaKV`
+                around it, the model reads a document twice.
+            bits: the bits of stored keys and values, see `CompressedCache.save`, or "none" for the
+                dtype of the model. By default they are those of the library, and "int4" for a new
+                one.
+            model_name: the name of the model in error messages.
             on_progress: called before every document.
 
         Returns:
-            The outcome of each, in order, followed by documents that were evicted because of a
-            limit, see `limit`.
+            The outcome of every document, in order, followed by those of the documents that were
+            evicted because of a limit, see `limit`.
 
         Raises:
-            LibraryError: another model, tokenizer, policy or other bits than this library's; or
-                another process is adding to it.
-            InvalidArgumentError: an empty text, or two texts under one name.
+            LibraryError: the model, the tokenizer, the policy or the bits are not those of this
+                library, or another process is adding documents to it.
+            InvalidArgumentError: a text is empty, or two texts have the same name.
+            InvalidTypeError: a document is neither a `Text` nor a pair of texts.
             UnsupportedModelError: the model cannot be compressed correctly.
-            OutputError: a file cannot be written; the documents before it are there.
+            OutputError: a file cannot be written; the documents before it are stored.
         """
         texts = each_once(documents)
         with self._changing():
             reader = self._begun(model, tokenizer, policy, bits, model_name)
             is_new = self.about is None
             names = {} if is_new else self._passages.asked(lambda index: _names(index, texts))
-            room, outcomes = self._room({text.key for text in texts}), []
+            limit, outcomes = self._size_limit({text.key for text in texts}), []
             for done, text in enumerate(texts):
                 if on_progress:
                     on_progress(text.name, done, len(texts))
-                outcomes.append(self._add(reader, text, names, room))
-        return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in room.evicted)]
+                outcomes.append(self._add(reader, text, names, limit))
+        return [*outcomes, *(Outcome(name=entry.name, what="evicted") for entry in limit.evicted)]
 
     def limit(self, max_bytes: int | None, *, evict: bool = False) -> list[DocumentEntry]:
-        """Limit the total size of all files of keys and values; None removes the limit.
+        """Limit the total size of all files of keys and values.
 
-        If a new document exceeds it, the least recently used documents are evicted; those never
-        asked for count from when they were written. The one that was asked for last stays, and so
-        do documents of the same `add`: one that does not fit with them fails.
+        If a new document exceeds the limit, the least recently used documents are evicted. A
+        document that no question has used counts as used when it was written. Neither the most
+        recently used document nor those of the same `add` are evicted. If a new document does not
+        fit beside them, adding it fails.
 
         Args:
-            max_bytes: the limit.
-            evict: whether to evict documents now if more is stored.
+            max_bytes: the limit; None removes it.
+            evict: whether to evict documents now if the library is larger than the limit.
 
         Returns:
             The documents that were evicted.
 
         Raises:
-            InvalidArgumentError: less than is stored, without `evict`; or less than the size of
-                the document that was asked for last.
-            LibraryError: there is no library, or another process is adding.
+            InvalidArgumentError: the library is larger than the limit and `evict` is False, or the
+                most recently used document alone is larger.
+            InvalidTypeError: `max_bytes` is not an integer.
+            LibraryError: there is no library, or another process is changing it.
+            OutputError: a file cannot be written.
         """
         if max_bytes is not None:
             max_bytes = require_int("max_bytes", max_bytes, minimum=0, maximum=None)
@@ -242,11 +251,18 @@ class Library:
         return going
 
     def remove(self, names: Iterable[str]) -> list[Record]:
-        """Remove documents, given by their names or source files.
+        """Remove documents from the library.
+
+        Args:
+            names: names of documents, or paths of the files from which they were read.
+
+        Returns:
+            The records of the removed documents.
 
         Raises:
-            LibraryError: there is none of a name; then nothing is removed. Or another process is
-                adding.
+            InvalidTypeError: `names` is a single text.
+            LibraryError: no document has one of the names, in which case nothing is removed; or
+                there is no library, or another process is changing it.
             OutputError: the folder cannot be written.
         """
         if isinstance(names, str):
@@ -258,11 +274,11 @@ class Library:
             )
         self.required()
         with self._changing():
-            asked = [entry for name in names for entry in self._entries_of(name)]
-            return self._folder.remove(dict.fromkeys(entry.key for entry in asked))
+            entries = [entry for name in names for entry in self._entries_of(name)]
+            return self._folder.remove(dict.fromkeys(entry.key for entry in entries))
 
-    def _room(self, stay: set[str]) -> SizeLimit:
-        """Return the room that the limit of the library leaves if some documents must stay."""
+    def _size_limit(self, stay: set[str]) -> SizeLimit:
+        """Return the limit of the library, which must not evict the documents with keys `stay`."""
         most_bytes = None if self.about is None else self.about.max_bytes
         if most_bytes is None:
             return SizeLimit(self._folder, (), math.inf)
@@ -270,28 +286,27 @@ class Library:
         return SizeLimit(self._folder, entries, most_bytes, stay)
 
     def below(self, place: str) -> list[DocumentEntry]:
-        """Return the documents read from the file `place` or from files in that folder."""
+        """Return the documents that were read from the file `place`, or from files below it."""
         if self._folder.about() is None:
             return []
         return self._passages.asked(lambda index: index.below(place))
 
     def _entries_of(self, name: str) -> list[DocumentEntry]:
-        """Return the documents with that name or source file.
+        """Return the documents that have a name, or that were read from the file with that path.
 
         Raises:
-            LibraryError: there are none.
+            LibraryError: there are no such documents.
         """
 
-        def found(index: Index) -> list[DocumentEntry]:
+        def look_up(index: Index) -> list[DocumentEntry]:
             own = [*index.named(name), *index.read_from(name, os.path.abspath(name))]
             if own:
                 return own
-            near = nearest(name, [entry.name for entry in index.entries()])
-            raise LibraryError(
-                f"name: the library has no document {name!r}{near or '. See snapkv library list.'}"
-            )
+            names = [entry.name for entry in index.entries()]
+            remedy = nearest(name, names, "See snapkv library list")
+            raise wrong("name", f"the library has no document {name!r}", remedy, LibraryError)
 
-        return self._passages.asked(found)
+        return self._passages.asked(look_up)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
@@ -304,7 +319,7 @@ class Library:
                     self._passages.follow(changed)
 
     def verify(self) -> list[Fault]:
-        """Read every byte of all files, and return the damage.
+        """Read every byte of all files, and return the damaged ones.
 
         Raises:
             LibraryError: there is no library.
@@ -316,17 +331,19 @@ class Library:
         return [*faults, *(fault for fault in found if fault is not None)]
 
     def search(self, question: str, documents: int = 3) -> list[Hit]:
-        """Find the documents with the passages that match a question best (BM25).
+        """Find the documents whose passages match a question best, by BM25.
 
         Args:
             question: the question.
             documents: the largest number of documents to return.
 
         Returns:
-            The best first, each with its best passage; empty if no word of the question occurs.
+            The documents, the best first, each with its best passage. The list is empty if no
+            document contains a word of the question.
 
         Raises:
             InvalidArgumentError: `documents` is less than 1.
+            InvalidTypeError: `documents` is not an integer.
             LibraryError: there is no library, or this Python's SQLite has no full-text search.
         """
         documents = require_int("documents", documents, minimum=1)
@@ -334,10 +351,10 @@ class Library:
         return self._passages.best(question, documents)
 
     def record(self, hit: Hit) -> Record:
-        """Return the document of a hit, with its text.
+        """Return the record of a document that was found, with its text.
 
         Raises:
-            LibraryError: the document was removed after the search.
+            LibraryError: the document was removed, or its record was damaged, after the search.
         """
         record = self._folder.record(hit.key)
         if record is None:
@@ -358,27 +375,32 @@ class Library:
     ) -> dict[str, Any]:
         """Build the arguments of `model.generate` for a question about documents of this library.
 
-        A document whose file is damaged is read again from its text, and its file is rewritten if
-        the folder is writable.
+        If the file of a document is damaged, the document is read again from its text, and the file
+        is replaced if the folder can be written.
 
         Args:
-            model: the model that has read them.
+            model: the model that has read the documents.
             tokenizer: its tokenizer.
             question: the question.
-            hits: the documents, see `search`, in the order of the prompt.
+            hits: the documents that `search` has found, in the order of the prompt.
             policy: selects the tokens to keep for the question; `snapkv.default_policy()` by
                 default. A notice says if it cannot evict any, see `blending.blend`.
             recompute: the fraction of tokens to recompute, see `blending.blend`.
-            answer_start: text that the answer begins with.
+            answer_start: the text with which the answer begins.
             quantize: as for `CompressedCache`.
 
         Returns:
             `input_ids` and `attention_mask`, (1, T) int64, and `past_key_values`, a cache that has
-            seen everything except the question.
+            read everything except the question.
 
         Raises:
-            LibraryError: another model or tokenizer, no hits, or a document that is gone.
-            UnsupportedModelError: the model's keys cannot be moved.
+            LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
+                a document was removed after the search.
+            InvalidArgumentError: `recompute` is out of range, or the policy or an option is
+                impossible with these documents, see `blending.blend`.
+            PromptTooLongError: the documents have more tokens than the model has positions.
+            UnsupportedModelError: the keys of the model cannot be rotated to other positions.
+            OutOfMemoryError: the device is full.
         """
         import torch
 
@@ -410,9 +432,16 @@ class Library:
         *,
         answer_start: str = "",
     ) -> "Tensor":
-        """Return the `input_ids` of `inputs` without a cache, to read the documents in full.
+        """Return the `input_ids` of `inputs` alone, for reading the documents in full.
 
-        Arguments and errors are those of `inputs`.
+        The arguments are those of `inputs`.
+
+        Returns:
+            (1, T) int64, on the device of the model.
+
+        Raises:
+            LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
+                a document was removed after the search.
         """
         import torch
 
@@ -426,7 +455,15 @@ class Library:
         return torch.tensor([[token for part in ids for token in part]], device=device_of(model))
 
     def parts(self, model: "PreTrainedModel", tokenizer: Any, hits: Sequence[Hit]) -> "list[Part]":
-        """Load the documents with their caches, for `blending.blend`; errors as in `inputs`."""
+        """Load documents with their caches, for `blending.blend`.
+
+        A document with a damaged file is read again, as `inputs` does.
+
+        Raises:
+            LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
+                a document was removed after the search.
+            OutOfMemoryError: the device is full.
+        """
         _require_some(hits)
         reader = self._reader(model, tokenizer)
         return [self._part(reader, hit) for hit in hits]
@@ -439,9 +476,12 @@ class Library:
         bits: "LibraryBits | None",
         model_name: str | None,
     ) -> "Reader":
-        """Create a reader for this library; a new library will record these options.
+        """Create a reader for this library; if it is new, the arguments make its description.
+
+        Nothing is written yet.
 
         Raises:
+            InvalidArgumentError: `bits` is not a known name.
             LibraryError: the model, tokenizer, policy or bits are not those of the library.
             UnsupportedModelError: the model cannot be compressed correctly.
         """
@@ -461,7 +501,7 @@ class Library:
     def _reader(
         self, model: "PreTrainedModel", tokenizer: Any, model_name: str | None = None
     ) -> "Reader":
-        """Create a reader that reads documents as those of the library were read.
+        """Create a reader that reads documents in the way of this library.
 
         Raises:
             LibraryError: there is no library, or the model or the tokenizer differs.
@@ -477,9 +517,21 @@ class Library:
         reader: "Reader",
         text: Text,
         names: dict[str, set[str]],
-        room: SizeLimit,
+        limit: SizeLimit,
     ) -> Outcome:
-        """Read and write a text unless it is unchanged; `names` maps names to documents' keys."""
+        """Read and store a document, unless the library already has it unchanged.
+
+        Args:
+            reader: reads the document.
+            text: the document.
+            names: the keys of the documents with each name. If another document has the same name,
+                the document gets the name of its source file. Changed in place.
+            limit: selects the documents to evict, which are removed.
+
+        Raises:
+            OutputError: a file cannot be written.
+            LibraryError: a file that no library has written has the name of the record.
+        """
         known = self._folder.record(text.key)
         what: What = "read"
         if known is not None and known.sha256 != digest_of(text.text):
@@ -492,10 +544,10 @@ class Library:
         taken = names.get(text.name, set()) - {text.key}
         named = replace(text, name=text.source if taken and text.source else text.name)
         try:
-            record = self._written(reader, named, reader.read(named), known, room)
+            record = self._written(reader, named, reader.read(named), known, limit)
         except (InvalidArgumentError, OutOfMemoryError) as error:
             return Outcome(name=text.name, what="failed", reason=str(error))
-        evicted = room.admit(DocumentEntry(record.key, record.name, None, record.bytes))
+        evicted = limit.admit(DocumentEntry(record.key, record.name, None, record.bytes))
         self._folder.remove(entry.key for entry in evicted)
         if known is not None:
             names.get(known.name, set()).discard(text.key)
@@ -508,19 +560,19 @@ class Library:
         text: Text,
         part: "Part",
         before: Record | None,
-        room: SizeLimit | None = None,
+        limit: SizeLimit | None = None,
     ) -> Record:
-        """Write a document's cache and its record.
+        """Write the cache and the record of a document, and begin the library if it is new.
 
         Raises:
-            InvalidArgumentError: the limit has no room for it.
+            InvalidArgumentError: the document does not fit below the limit.
             OutputError: a file cannot be written.
         """
 
         def save(file: Path) -> None:
             reader.save(part, file)
-            if room is not None:
-                room.too_many(file.stat().st_size, text.key)
+            if limit is not None:
+                limit.too_many(file.stat().st_size, text.key)
 
         if self.about is None:
             self._folder.begin(reader.about)
@@ -528,7 +580,9 @@ class Library:
         return self._folder.write(text, tokens, save, before)
 
     def _part(self, reader: "Reader", hit: Hit) -> "Part":
-        """Load a document with its cache; if another process has replaced it, load the new one.
+        """Load a document with its cache, or read it again if its file is damaged.
+
+        If another process has replaced the document meanwhile, the new one is loaded.
 
         Raises:
             LibraryError: the document was removed.
@@ -551,7 +605,7 @@ class Library:
         raise _gone(hit)
 
     def _mended(self, reader: "Reader", record: Record, fault: Fault) -> "Part":
-        """Read a document with a damaged file again, and rewrite it if possible."""
+        """Read a document with a damaged file again, and replace the file if that is possible."""
         self._on_notice(
             f"library: {record.name!r} is read again, because its cache is damaged: {fault.reason}"
         )
@@ -568,7 +622,7 @@ class Library:
 
 
 def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
-    """Return, for the name of every text, the keys of the documents that have that name."""
+    """Return the keys of all documents that have the same name as one of the texts, by name."""
     return {text.name: {entry.key for entry in index.named(text.name)} for text in texts}
 
 
@@ -579,6 +633,11 @@ def _outcome(what: What, record: Record, seconds: float = 0.0) -> Outcome:
 
 
 def _require_some(hits: Sequence[Hit]) -> None:
+    """Raise if a search has found no document.
+
+    Raises:
+        LibraryError: `hits` is empty.
+    """
     if not hits:
         raise wrong(
             "hits",
@@ -589,6 +648,7 @@ def _require_some(hits: Sequence[Hit]) -> None:
 
 
 def _gone(hit: Hit) -> SnapKVError:
+    """Build the `LibraryError` for a document that was removed after the search."""
     return wrong(
         "library",
         f"the document {hit.name!r} was removed, or its record was damaged, after the search",

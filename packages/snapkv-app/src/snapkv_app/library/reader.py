@@ -1,4 +1,4 @@
-"""Read documents into separate caches, save these, and load them again."""
+"""Read documents into separate caches, save the caches, and load them again."""
 
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ class Reader:
     def empty_cache(self, *, protect_prefix: bool = False) -> CompressedCache:
         """Create a cache for one document.
 
-        If all heads keep the prefix (`protect_prefix`), they still store equally many tokens when
-        the prefix is cut off, which joined documents have only once.
+        Args:
+            protect_prefix: whether all heads keep the prefix. Then they still store equally many
+                tokens after the prefix is removed to join documents.
 
         Raises:
             UnsupportedModelError: the model cannot be compressed correctly.
@@ -43,9 +44,10 @@ class Reader:
         return CompressedCache(self._model, self._policy, protect=protect)
 
     def read(self, text: Text) -> Part:
-        """Read a document after the prefix; some policies read it twice.
+        """Read a document after the prefix into a new cache.
 
         Raises:
+            InvalidArgumentError: the policy cannot compress this document.
             PromptTooLongError: the document has too many tokens for the model.
             OutOfMemoryError: the device is full.
         """
@@ -55,7 +57,7 @@ class Reader:
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def save(self, part: Part, path: Path) -> None:
-        """Write the cache of a document to a file, in the library's bits.
+        """Write the cache of a document to a file, in the bits of the library.
 
         Raises:
             CacheFileError: the file cannot be written.
@@ -68,8 +70,8 @@ class Reader:
         """Load the cache of a document from its file.
 
         Raises:
-            CacheFileError: the file is missing or damaged, or the document contains control tokens,
-                as versions before 0.3.0 read it.
+            CacheFileError: the file is missing or damaged, or the tokens of the document contain
+                control tokens, as versions before 0.3.0 have written them.
         """
         own = self._policy if self._policy.needs else None
         cache, beside = saved.read(
@@ -87,6 +89,7 @@ class Reader:
         return Part(input_ids=ids, cache=cache, prefix_tokens=len(self.about.prefix_ids))
 
     def own_ids(self, text: Text) -> list[int]:
+        """Return the tokens of a document without the prefix."""
         return document_ids(self._tokenizer, text.name, text.text)
 
     def _ids(self, text: Text) -> Tensor:
@@ -109,7 +112,7 @@ class Reader:
         return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))
 
     def _filled(self, ids: Tensor) -> CompressedCache:
-        """Read the tokens into a new cache, which keeps the prefix if the budget allows it."""
+        """Read tokens into a new cache, which keeps the complete prefix if the budget allows it."""
         if self.about.prefix_ids and not isinstance(self._policy, FullCache):
             try:
                 return self._fill(self.empty_cache(protect_prefix=True), ids)

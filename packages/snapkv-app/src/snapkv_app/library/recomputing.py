@@ -30,8 +30,8 @@ from snapkv.prefill.decoder import (
     ReadEnough,
     at_places,
     decoder_layers,
+    replacing_forward,
     require_by_token,
-    standing_in,
 )
 from snapkv_app.library.joining import JoinedLayer
 
@@ -48,7 +48,7 @@ States = tuple[Tensor, Tensor]
 
 
 def require_recomputable(model: PreTrainedModel) -> str:
-    """Return the name of the model's attention implementation, which must accept any mask.
+    """Return the name of the model's attention implementation, if it accepts all masks.
 
     Raises:
         UnsupportedModelError: the implementation is neither sdpa nor eager.
@@ -92,13 +92,23 @@ def recompute(
         for index, layer in enumerate(decoder_layers(model))
         if index
     }
-    with standing_in(forwards), suppress(ReadEnough):
+    with replacing_forward(forwards), suppress(ReadEnough):
         model.get_decoder()(input_ids=input_ids, **passed(again), use_cache=True)
     return again.joined
 
 
 class _SecondReading(Cache):
-    """The cache of a pass that reads joined documents again, fewer tokens in every layer."""
+    """The cache of a forward pass that reads joined documents again, with fewer tokens per layer.
+
+    Args:
+        layers: the joined keys and values of every layer, which are changed in place.
+        counts: the number of tokens that each layer from the second on reads.
+        model: the model.
+
+    Attributes:
+        joined: the layers.
+        chosen: the tokens that reach the current layer; None before the second layer.
+    """
 
     def __init__(
         self, layers: Sequence[JoinedLayer], counts: Sequence[int], model: PreTrainedModel
@@ -118,7 +128,7 @@ class _SecondReading(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> States:
-        """Store the new keys and values of a layer, and return those that its queries attend to.
+        """Store new keys and values of a layer, and return those to which its queries attend.
 
         Raises:
             ReadEnough: the layer needs no attention, because the rest of the pass would change
@@ -134,10 +144,10 @@ class _SecondReading(Cache):
         return self._seen(layer_idx, states)
 
     def _hold(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
-        """Replace the stored states of `tokens` in a layer.
+        """Replace the stored keys and values of `tokens` in a layer.
 
         Returns:
-            (n,) float32, how much the states of each token have changed.
+            (n,) float32, how much each token has changed, see `JoinedLayer.put`.
 
         Raises:
             ReadEnough: it was the last layer.
@@ -148,7 +158,9 @@ class _SecondReading(Cache):
         return change
 
     def _read_second(self, states: States) -> States:
-        """Store the second layer's states at the first call, return visible ones later.
+        """Store the keys and values of the second layer at the first call; return them later.
+
+        Later calls return the keys and values that are visible to the current tokens.
 
         Raises:
             ReadEnough: it was the first call, which only measures how much each token changes.
@@ -161,7 +173,10 @@ class _SecondReading(Cache):
         return keys[:, :, : self._end(1)], values[:, :, : self._end(1)]
 
     def _seen(self, layer_idx: int, states: States) -> States:
-        """Return a layer's stored states, then the new states that some head does not store."""
+        """Return the stored keys and values of a layer, and after them those of missing tokens.
+
+        A token is missing if some head does not store it.
+        """
         held, end = self.joined[layer_idx], self._end(layer_idx)
         keys, values = held.key_states[:, :, :end], held.value_states[:, :, :end]
         if self._missing(held) is None:
@@ -171,7 +186,11 @@ class _SecondReading(Cache):
         return torch.cat([keys, *new_keys], dim=2), torch.cat([values, *new_values], dim=2)
 
     def _missing(self, held: JoinedLayer) -> Tensor | None:
-        """Return which chosen tokens each head lacks, (H, m) bool, or None if no head lacks any."""
+        """Return which of the chosen tokens each head does not store.
+
+        Returns:
+            (H, m) bool; None if all heads store all of them.
+        """
         assert self.chosen is not None
         if held.is_whole:
             return None
@@ -179,7 +198,7 @@ class _SecondReading(Cache):
         return missing[:, : self._stop] if bool(missing.any()) else None
 
     def _end(self, layer_idx: int) -> int:
-        """Return the number of leading slots in a layer that the current tokens may attend to."""
+        """Return the number of leading slots of a layer to which the current tokens may attend."""
         last = int(self._reading[-1])
         held = self.joined[layer_idx]
         if layer_idx == 1 or held.is_whole:
@@ -188,11 +207,12 @@ class _SecondReading(Cache):
 
     @property
     def _reading(self) -> Tensor:
-        """(m,) int64, the chosen tokens that the layer is reading now."""
+        """The chosen tokens that the layer is reading now: (m,) int64."""
         assert self.chosen is not None
         return self.chosen[self._start : self._stop]
 
     def _every_token(self, layer_idx: int) -> Tensor:
+        """Return all tokens, (N,) int64, on the device of a layer."""
         places = self.joined[layer_idx].places
         return torch.arange(self.joined[0].tokens, device=places.device)
 
@@ -206,10 +226,21 @@ class _SecondReading(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the `forward` of a layer, from the second one on, for the tokens that reach it.
+        """Run a layer, from the second one on, for the tokens that reach it.
+
+        Args:
+            layer_idx: the index of the layer.
+            forward: the `forward` of the layer.
+            hidden_states: the hidden states of the tokens that have reached the previous layer.
+            args: further arguments of `forward`, which must be empty.
+            kwargs: further arguments of `forward`.
+
+        Returns:
+            The output of `forward`, for the tokens that it has read.
 
         Raises:
             ReadEnough: no later layer has any token to read.
+            UnsupportedModelError: the layer gets an argument that cannot be reduced to some tokens.
         """
         tokens = self.joined[0].tokens
         require_by_token(args, kwargs, tokens)
@@ -224,7 +255,10 @@ class _SecondReading(Cache):
         return self._read_pieces(layer_idx, forward, hidden_states, kwargs)
 
     def _narrowed(self, hidden_states: Tensor, count: int) -> Tensor:
-        """Reduce the hidden states to the `count` tokens that the previous layer has changed most.
+        """Choose the `count` tokens that have changed most in the previous layer.
+
+        Returns:
+            Their hidden states.
 
         Raises:
             ReadEnough: `count` is 0.
@@ -246,7 +280,11 @@ class _SecondReading(Cache):
         hidden_states: Tensor,
         others: dict[str, Any],
     ) -> Any:
-        """Run a layer on the chosen tokens in pieces, so that the masks stay small."""
+        """Run a layer on the chosen tokens in pieces of equal size, so that its masks stay small.
+
+        Raises:
+            ReadEnough: it was the last layer, which only stores keys and values.
+        """
         outputs, count = [], hidden_states.shape[1]
         size = math.ceil(count / math.ceil(count / _PIECE_TOKENS))
         self._unheld = []
@@ -266,9 +304,10 @@ class _SecondReading(Cache):
         return torch.cat(outputs, dim=1)
 
     def _visible(self, layer_idx: int) -> Tensor:
-        """Return the mask of the current tokens: (1, 1 or Hq, m, S) bool.
+        """Return the mask of the current tokens, which see the tokens up to their own position.
 
-        A token sees the tokens at and before its own position.
+        Returns:
+            (1, 1 or Hq, m, S) bool, True for visible keys.
         """
         held, end = self.joined[layer_idx], self._end(layer_idx)
         if layer_idx == 1 or held.is_whole:
@@ -282,6 +321,7 @@ class _SecondReading(Cache):
         return visible.repeat_interleave(self._query_heads // visible.shape[1], dim=1)
 
     def _as_taken(self, visible: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a mask in the form that the attention implementation accepts."""
         if self._implementation != "eager":
             return visible
         lowest = torch.finfo(dtype).min
@@ -289,11 +329,16 @@ class _SecondReading(Cache):
 
 
 def falling(share: float, tokens: int, layers: int) -> list[int]:
-    """Return how many of `tokens` tokens each layer from the second on recomputes.
+    """Return how many tokens each layer from the second on recomputes.
 
-    The second layer recomputes `share` of them. From layer to layer the number falls by a constant
-    factor, down to a tenth of that in the last layer. For shares above one half it falls less, and
-    for a share of 1 not at all, so that the work grows steadily with the share.
+    From layer to layer the number falls by a constant factor, down to a tenth in the last layer.
+    For shares above one half it falls less, and for a share of 1 it does not fall, so that the work
+    grows steadily with the share.
+
+    Args:
+        share: the fraction of the tokens that the second layer recomputes.
+        tokens: the number of tokens.
+        layers: the number of layers of the model.
     """
     steps = max(layers - 2, 1)
     last = _LAST ** min(1.0, 2 * (1 - share))
@@ -301,10 +346,14 @@ def falling(share: float, tokens: int, layers: int) -> list[int]:
 
 
 def most_changed(deviation: Tensor, count: int) -> Tensor:
-    """Select the `count` largest of (N,) deviations; of equal ones, the first.
+    """Return the indices of the `count` largest deviations; of equal ones, the first are taken.
+
+    Args:
+        deviation: (N,) numbers.
+        count: how many to return.
 
     Returns:
-        (n,) int64, their indices in ascending order.
+        (count,) int64, in ascending order.
     """
     order = deviation.sort(descending=True, stable=True).indices
     return order[:count].sort().values

@@ -1,4 +1,4 @@
-"""The texts that are added to a library, and the records of those that were read."""
+"""Define the texts that are added to a library, and the records of stored documents."""
 
 import os
 import re
@@ -37,8 +37,8 @@ class Text:
         name: the name of the document in answers.
         text: the whole text; not empty.
         source: the absolute path of the file that contains the text; None for a text without a
-            file. If a document with the same source, or without a source the same name, is added
-            again, it replaces the earlier one.
+            file. A new text replaces the document with the same source, or with the same name if
+            neither has a source.
         stamp: the `file_stamp` of that file when the text was read; empty if it is unknown.
 
     Raises:
@@ -79,18 +79,19 @@ class Text:
 
     @property
     def key(self) -> str:
-        """A digest of the source or the name, which begins the names of this document's files."""
+        """A digest of the source or the name, which begins the names of the document's files."""
         identity = f"text\0{self.name}" if self.source is None else f"file\0{self.source}"
         return digest_of(identity)[:_KEY_DIGITS]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Text):
-    """A document of a library: a text that was read, and the name of the file with its cache.
+    """The record of a stored document: its text, and the name of the file with its cache.
 
-    The library's `About` says which model has read it, and how. The cache file contains the token
-    ids, keys and values: `Reader` makes a `Part` of them, which can be joined with other parts, and
-    an engine that serves models can load them into its blocks (`CachedPrefix` of `snapkv_vllm`).
+    The `About` of the library says which model has read the document, and how. The cache file
+    contains the token ids, keys and values. `Reader` builds a `Part` from them, which can be joined
+    with other parts, and an engine that serves models can load them into its blocks (`CachedPrefix`
+    of `snapkv_vllm`).
     """
 
     size: int  # bytes of the text in UTF-8
@@ -102,24 +103,24 @@ class Record(Text):
     seal: str  # the digest that an undamaged file has
 
     def as_json(self) -> str:
-        """Return the content of the record's file, with a digest of itself."""
+        """Return the content of the file of this record, including its own digest."""
         return record_of(asdict(self))
 
     @classmethod
     def from_json(cls, content: str) -> Self:
-        """Build the record from what `as_json` has written.
+        """Build the record from the content of its file.
 
-        Records that version 0.3.0 has written have no stamp.
+        Records of version 0.3.0 have no stamp.
 
         Raises:
-            LibraryError: the content has been changed or is not a record.
+            LibraryError: the content was changed, or is not that of a record.
         """
         body = {"stamp": ""} | from_record(content)
         kinds = get_type_hints(cls) | {"chunks": list}
         if set(body) != {field.name for field in fields(cls)} or not all(
             isinstance(value, kinds[name]) for name, value in body.items()
         ):
-            raise LibraryError("it is not what was written")
+            raise LibraryError("its content has changed since it was written")
         pairs = [tuple(chunk) for chunk in body["chunks"] if isinstance(chunk, list)]
         if [list(map(type, pair)) for pair in pairs] != [[int, int]] * len(body["chunks"]):
             raise LibraryError("its passages are not spans of characters")
@@ -155,7 +156,7 @@ def settled_stamp(status: os.stat_result) -> str:
 
 
 def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
-    """Turn documents into texts, without those that are given twice.
+    """Turn documents into texts, and leave out repeated ones.
 
     Args:
         documents: `Text` objects, or pairs of a name and a text.
@@ -183,22 +184,28 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
     return list(found.values())
 
 
-def _of_pair(given: Any) -> Text:
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
+def _of_pair(pair: Any) -> Text:
+    """Build a text from a pair of a name and a text.
+
+    Raises:
+        InvalidTypeError: it is not a pair, or not one of texts.
+        InvalidArgumentError: the name or the text is empty or is not valid Unicode.
+    """
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise wrong(
             "documents",
-            f"expected a Text or a pair of a name and a text, got {given!r:.60}",
+            f"expected a Text or a pair of a name and a text, got {pair!r:.60}",
             "Pass the items() of a dict",
             InvalidTypeError,
         )
-    return Text(name=given[0], text=given[1])
+    return Text(name=pair[0], text=pair[1])
 
 
 def passages(text: str) -> list[Span]:
-    """Split a text into passages of 200 words, each of which repeats the last 50 of the one before.
+    """Split a text into passages of 200 words, which overlap by 50 words.
 
     Returns:
-        The span of every passage in characters; the last passage may be shorter. A text without
+        The span of every passage in characters. The last passage may be shorter. A text without
         words has no passages.
     """
     words = [found.span() for found in _WORD.finditer(text)]
@@ -212,7 +219,7 @@ def passages(text: str) -> list[Span]:
 
 
 def lines_of(text: str, span: Span) -> Span:
-    """Return the numbers of the first and the last line that a span of `text` touches, from 1."""
+    """Return the numbers of the first and the last line of a span of `text`, counted from 1."""
     start, stop = span
     first = text.count("\n", 0, start) + 1
     return first, first + text.count("\n", start, stop)

@@ -65,25 +65,30 @@ class Passages:
         self._lock = threading.Lock()  # for the index in memory; SQLite locks files itself
 
     def best(self, question: str, documents: int) -> list[Hit]:
-        """Return the best passage of each of the best documents, ordered by score.
+        """Return the documents that match a question best, each with its best passage.
 
-        Only passages that contain a word of `question` count.
+        Args:
+            question: the question.
+            documents: the largest number of documents to return.
+
+        Returns:
+            The documents with a word of the question, the best first.
 
         Raises:
             LibraryError: this Python's SQLite has no full-text search.
         """
 
-        def found(index: Index) -> list[Hit]:
+        def search(index: Index) -> list[Hit]:
             hits = _best(index, question, documents)
             if all(index.is_of_now(hit.key) for hit in hits):
                 return hits
             index.update(anew=True)  # a record was overwritten, or changed during the search
             return _best(index, question, documents)
 
-        return self.asked(found)
+        return self.asked(search)
 
     def asked(self, ask: Callable[[Index], Found]) -> Found:
-        """Bring the index up to date, and return the result of calling `ask` with it.
+        """Update the index, and return the result of calling `ask` with it.
 
         If the index file fails, `ask` is called again with an index in memory.
 
@@ -108,7 +113,10 @@ class Passages:
             return ask(self._memory)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Update the index for some documents; if that fails, the next search does it."""
+        """Update the index for the documents with these keys.
+
+        If that fails, the next search updates it.
+        """
         with contextlib.suppress(sqlite3.Error):
             if self._memory is not None:
                 return
@@ -136,7 +144,10 @@ def _best(index: Index, question: str, documents: int) -> list[Hit]:
 
 
 def ranked(passages: Sequence[str], question: str) -> list[int]:
-    """Return the numbers of the passages with a word of the question, the best by BM25 first.
+    """Sort passages by how well they match a question, measured by BM25.
+
+    Returns:
+        The indices of the passages that contain a word of the question, the best first.
 
     Raises:
         LibraryError: this Python's SQLite has no full-text search.
@@ -153,8 +164,8 @@ def _ranked(
 ) -> list[tuple[int, float]]:
     """Return the row ids and BM25 scores of the passages with a word of the question.
 
-    The best comes first. Passages with equal scores are sorted by the value that `order` returns
-    for their row ids, so that the result does not depend on when each document was added.
+    The best passage comes first. Passages with equal scores are sorted by the value that `order`
+    returns for their row ids, so that the result does not depend on when a document was added.
     """
     (total,) = index.execute("select count(*) from spans").fetchone()
     scores: dict[int, float] = defaultdict(float)
@@ -176,9 +187,9 @@ def _ranked(
 
 
 def _words(question: str) -> list[str]:
-    """Return the words of a question to search for, each once and without stopwords.
+    """Return the words of a question to search for, without repetitions and stopwords.
 
-    A word is a run of letters, digits, `_` and marks on letters, such as the vowels of Hindi. Of
+    A word is a run of letters, digits, `_` and marks on letters, such as the vowels of Hindi. In
     Chinese, Japanese and Korean, which put no spaces between words, every pair of neighbouring
     characters is a word. The letter after an apostrophe, as in "what's", is not a word.
     """
@@ -194,7 +205,7 @@ _RUN = re.compile(f"[{WITHOUT_SPACES}]+|[^\\s{WITHOUT_SPACES}]+")
 
 
 def _words_of(run: str) -> Iterator[str]:
-    """Yield the run, or its pairs of neighbouring characters if its script has no spaces."""
+    """Yield a run of letters, or its pairs of neighbours if its script has no spaces."""
     if not SINGLE.match(run):
         yield run
         return

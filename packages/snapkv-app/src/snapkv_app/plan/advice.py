@@ -1,4 +1,4 @@
-"""Estimate the memory of a prompt or a model, and write the messages if it does not fit."""
+"""Estimate the memory of a prompt or a model, and write the errors if it does not fit."""
 
 import bisect
 import contextlib
@@ -36,23 +36,19 @@ _SHARE = 0.8
 
 
 def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
-    """Estimate the bytes of a prefill with a compressed cache, weights excluded.
+    """Estimate the bytes of a prefill with a compressed cache, without the weights.
 
-    At any time only one full-attention layer holds all keys and values, besides sliding windows.
-    Added are the hidden states (residual, norm, attention input and output), the three products of
-    the MLP, and the append buffers. Eager attention adds scores and their fp32 softmax.
+    They consist of the keys and values of one full-attention layer, the sliding windows, the hidden
+    states (residual, norm, input and output of attention), the three products of the MLP, and the
+    append buffers. Eager attention adds its scores and their softmax in float32.
     """
     text = model.config.get_text_config(decoder=True)
     per_pair = text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize)
     linear = footprint.mlp_token_bytes + footprint.layer_token_bytes
-    fixed = footprint.sliding_bytes(prompt_tokens) + footprint.state_bytes + _room(footprint)
+    fixed = footprint.sliding_bytes(prompt_tokens) + footprint.state_bytes
+    fixed += footprint.token_bytes * ROOM_TOKENS  # append buffers of the first generated token
     pairs = prompt_tokens**2 if _is_eager(model) else 0
     return linear * prompt_tokens + fixed + int(per_pair * pairs)
-
-
-def _room(footprint: Footprint) -> int:
-    """Return the bytes of the append buffers, allocated at the first generated token."""
-    return footprint.token_bytes * ROOM_TOKENS
 
 
 def _is_eager(model: Any) -> bool:
@@ -61,7 +57,13 @@ def _is_eager(model: Any) -> bool:
 
 
 def weights_advice(model: Any, device: torch.device, available_bytes: int | None) -> str:
-    """Write the message for weights that do not fit; `model` may be on the meta device."""
+    """Write the error message for a model whose weights do not fit.
+
+    Args:
+        model: the model, which may be on the meta device.
+        device: the device that is full.
+        available_bytes: the memory that was free before; None if it is unknown.
+    """
     return (
         f"model: its weights do not fit in the memory of {device}: they take "
         f"{format_bytes(weights_bytes(model))}{_free(available_bytes)}. Choose a smaller model, "
@@ -72,19 +74,27 @@ def weights_advice(model: Any, device: torch.device, available_bytes: int | None
 def prompt_memory_explained(
     model: Any, prompt_tokens: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Explain out-of-memory errors within this block for a prompt of `prompt_tokens` tokens."""
+    """Explain out-of-memory errors within a block that reads a prompt.
+
+    Args:
+        model: the model that reads it.
+        prompt_tokens: the number of tokens of the prompt.
+
+    Raises:
+        OutOfMemoryError: the memory was full within the block; `prompt_advice` writes the message.
+    """
     free = device_memory.free_bytes(device_of(model))
     advice = functools.partial(prompt_advice, model, prompt_tokens, free)
     return device_memory.out_of_memory_explained(advice)
 
 
 def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -> str:
-    """Write the message for a prompt that does not fit.
+    """Write the error message for a prompt that does not fit into the memory.
 
     Args:
         model: the model.
         prompt_tokens: the number of tokens of the prompt.
-        available_bytes: the memory that was free before the prompt was read; None if unknown.
+        available_bytes: the memory that was free before the prompt was read; None if it is unknown.
     """
 
     def estimate(footprint: Footprint) -> str:
@@ -106,7 +116,7 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
 
 
 def _estimated(model: Any, estimate: Callable[[Footprint], str]) -> str:
-    """Return an estimate for the message; empty if the model's sizes are unknown."""
+    """Return what `estimate` says about the model; empty if the model's sizes are unknown."""
     try:
         return estimate(footprint_of_loaded(model))
     except UnsupportedModelError:
@@ -119,7 +129,16 @@ def _would_fit(
     available_bytes: int | None,
     most: int | None = None,
 ) -> str:
-    """Return how many tokens would fit; empty if that is unknown or contradicts the error."""
+    """Return a clause about the number of tokens that would fit.
+
+    Empty if that number is unknown, or contradicts the error.
+
+    Args:
+        takes: returns the bytes for a number of tokens.
+        tokens: the number of tokens that do not fit.
+        available_bytes: the memory that was free; None if it is unknown.
+        most: the number of positions of the model; None for no limit.
+    """
     if available_bytes is None:
         return ""
     fit = bisect.bisect_right(range(1, tokens + 1), available_bytes, key=takes)
@@ -131,12 +150,17 @@ def _free(available_bytes: int | None) -> str:
 
 
 def require_room(name: str, outline: Any, device: torch.device) -> None:
-    """Raise if the weights are larger than the memory of the device.
+    """Raise if the weights of a model are larger than the memory of the device.
 
-    Weights and devices of unknown size pass.
+    If the size of the weights or of the memory is unknown, nothing is raised.
+
+    Args:
+        name: the name of the model in the message.
+        outline: the model on the meta device.
+        device: the device for the weights.
 
     Raises:
-        OutOfMemoryError: the weights are larger.
+        OutOfMemoryError: the weights are larger than the memory.
     """
     total = device_memory.total_bytes(device)
     needed = sum(stored_bytes(outline).values())
@@ -157,11 +181,14 @@ def require_room(name: str, outline: Any, device: torch.device) -> None:
 
 
 def _what_fits(outline: Any, needed: int, total: int) -> str:
-    """Suggest bfloat16 or the largest published model that fits in it; may be empty."""
-    room = int(total * _SHARE)
-    if needed * _WIDTH <= room * outline.dtype.itemsize:
+    """Write a sentence that suggests bfloat16, or the largest published model that would fit.
+
+    Empty if nothing would fit.
+    """
+    most = int(total * _SHARE)
+    if needed * _WIDTH <= most * outline.dtype.itemsize:
         return "With dtype bfloat16 they would fit. "
-    fitting = [shape for shape in SHAPES.values() if shape.parameters * _WIDTH <= room]
+    fitting = [shape for shape in SHAPES.values() if shape.parameters * _WIDTH <= most]
     if not fitting:
         return ""
     largest = max(fitting, key=lambda shape: shape.parameters)
@@ -170,10 +197,10 @@ def _what_fits(outline: Any, needed: int, total: int) -> str:
 
 
 def footprint_of_loaded(model: Any) -> Footprint:
-    """Compute the footprint of a loaded model.
+    """Compute the footprint of a loaded model in its dtype.
 
     Raises:
-        UnsupportedModelError: as for `footprint_of`.
+        UnsupportedModelError: the sizes of its family are not known, see `footprint_of`.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     return footprint_of(model.config.to_dict(), dtype=dtype)
@@ -182,7 +209,10 @@ def footprint_of_loaded(model: Any) -> Footprint:
 def token_costs(
     model: PreTrainedModel, policy: Policy, quantize: Quantize | None
 ) -> list[TokenCost]:
-    """Return what a token costs in each compressed layer; empty if the sizes are unknown."""
+    """Return the bytes of a token in every layer that `policy` compresses.
+
+    Empty if the sizes of the model are unknown.
+    """
     try:
         footprint = footprint_of_loaded(model)
     except UnsupportedModelError:
@@ -202,9 +232,9 @@ def weights_bytes(model: Any) -> int:
 
 
 def stored_bytes(model: Any) -> dict[str, int]:
-    """Return the bytes of every parameter by name, as the checkpoint stores it.
+    """Return the bytes that the checkpoint stores for every parameter, by its name.
 
-    mxfp4 quantizes the projections of experts, as in gpt-oss; fp8 also quantizes all linear layers
+    mxfp4 quantizes the projections of experts, as in gpt-oss. fp8 also quantizes all linear layers
     except the output projection, as in DeepSeek-V3.
     """
     found = _packing(model.config)
@@ -236,7 +266,7 @@ def _packing(config: Any) -> dict[str, Any]:
 
 
 def _scales(shape: Sequence[int], block: Sequence[int] | None) -> int:
-    """Return the number of scales of a weight: one per block, or one per matrix."""
+    """Return the number of scales of a weight: one per block, or one per matrix without blocks."""
     *matrices, rows, columns = shape
     height, width = block or (rows, columns)
     return math.prod(matrices) * math.ceil(rows / height) * math.ceil(columns / width)

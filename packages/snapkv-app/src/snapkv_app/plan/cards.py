@@ -26,15 +26,19 @@ _ADDED = r"nvidia|geforce|rtx|tesla|amd|instinct|radeon|sxm\d?|pcie|nvl|hbm\d?e?
 
 
 def card_bytes(name: str) -> int | None:
-    """Return the bytes of memory of a card, such as "H100", "A100-80GB" or "RTX 4090".
+    """Return the number of bytes of memory that an accelerator card has.
 
-    Case, the maker and the kind of slot make no difference.
+    Upper and lower case, the maker and the kind of slot make no difference.
+
+    Args:
+        name: the name of the card, such as "H100", "A100-80GB" or "RTX 4090".
 
     Returns:
         The bytes; None if no such card is known.
 
     Raises:
-        InvalidArgumentError: the card is sold with several memories and `name` has none of them.
+        InvalidArgumentError: the card is sold with several sizes of memory, and `name` contains
+            none of them.
     """
     known = {_plain(card): card for card in sorted(CARDS, key=len, reverse=True)}  # L40S before L4
     found = re.fullmatch(rf"({'|'.join(known)})(?:(\d+)g(?:i?b)?)?", _plain(name))

@@ -1,4 +1,4 @@
-"""The bytes of a request's prompt and cache, full or compressed."""
+"""Compute the bytes of a request: its prompt, and its cache, full or compressed."""
 
 import bisect
 from collections.abc import Iterator, Sequence
@@ -31,12 +31,13 @@ _MOST_TOKENS = 2**27
 
 @dataclass(frozen=True, kw_only=True)
 class Request(metaclass=WithParameters):
-    """The request to plan: a batch of prompts of equal length, and their answers.
+    """A request to plan: a batch of prompts of equal length, and their answers.
 
     Attributes:
-        budget: tokens kept per layer and head, or bytes such as "12%" or "64MiB"; 1024 without a
-            `keep_ratio`, which is a share of the tokens before the window.
-        bits: of keys and values, such as "int4" or "K8V4"; None for unquantized.
+        budget: the number of tokens kept per layer and head, or bytes such as "12%" or "64MiB". It
+            is 1024 if neither `budget` nor `keep_ratio` is passed.
+        keep_ratio: the fraction of the tokens before the window that is kept.
+        bits: the bits of keys and values, such as "int4" or "K8V4"; None for unquantized.
 
     Raises:
         InvalidArgumentError: a value is out of range or contradicts another.
@@ -66,7 +67,7 @@ class Request(metaclass=WithParameters):
             raise wrong(
                 "budget",
                 f"expected tokens or bytes, got {self.budget!r}, which depends on a prompt's votes",
-                "Pass, for instance, 1024 or 12%",
+                "For example, pass 1024 or 12%",
             )
         if self.budget is not None and self.budget_bytes is None:
             require_budget(self.budget, None, self.window_size)
@@ -83,52 +84,55 @@ class Request(metaclass=WithParameters):
             raise wrong(
                 "bandwidth",
                 f"expected more than 0 bytes a second, got {self.bandwidth_bytes}",
-                "Pass, for instance, 2TB, or leave it out",
+                "For example, pass 2TB, or leave it out",
             )
 
     @property
     def codes(self) -> KVCodes | None:
-        """The codes of keys and values; None for unquantized."""
+        """The codes that quantize keys and values; None if they are not quantized."""
         assert not isinstance(self.bits, str)
         return self.bits
 
     @property
     def budget_bytes(self) -> dict[str, float | int] | None:
-        """The budget as a share or a number of bytes, see `byte_budget`; None for tokens."""
+        """The budget in bytes, as `byte_budget` returns it; None if it is a number of tokens."""
         return byte_budget(self.budget) if isinstance(self.budget, str) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The bytes of a request to a model; `compressed` selects the compressed or the full cache."""
+    """The bytes that a request takes on a model.
+
+    Most methods have an argument `compressed`, which selects the compressed or the full cache.
+    """
 
     footprint: Footprint
     request: Request
 
     @cached_property
     def layer_costs(self) -> list[TokenCost]:
-        """The bytes of a token in each compressed layer."""
+        """The bytes of one token in every layer that can be compressed."""
         model, bits = self.footprint, self.request.codes
         return [token_cost(layer, bits) for layer in model.full_layers]
 
     def kept(self, prompt_tokens: int, *, at_least: bool = True) -> list[int]:
-        """Return how many tokens each compressed layer keeps of a prompt.
+        """Return how many tokens of a prompt each compressed layer keeps.
 
         Args:
-            prompt_tokens: the length of the prompt.
-            at_least: whether a layer keeps the window if the budget is too small for it.
+            prompt_tokens: the number of tokens of the prompt.
+            at_least: whether a layer keeps its window even if that exceeds the budget.
 
         Raises:
             BudgetTooSmallError: the budget is too small for the window, and `at_least` is False.
         """
-        asked, layers = self.request, len(self.footprint.full_layers)
-        window, given = min(asked.window_size, prompt_tokens), asked.budget_bytes
-        if asked.keep_ratio is not None:
-            return [window + share_of(prompt_tokens - window, asked.keep_ratio)] * layers
-        if given is None:
-            assert isinstance(asked.budget, int)
-            return [min(asked.budget, prompt_tokens)] * layers
-        share, of_bytes = given.get("share"), given.get("bytes")
+        request, layers = self.request, len(self.footprint.full_layers)
+        window, budget = min(request.window_size, prompt_tokens), request.budget_bytes
+        if request.keep_ratio is not None:
+            return [window + share_of(prompt_tokens - window, request.keep_ratio)] * layers
+        if budget is None:
+            assert isinstance(request.budget, int)
+            return [min(request.budget, prompt_tokens)] * layers
+        share, of_bytes = budget.get("share"), budget.get("bytes")
         found = []
         for depth, cost in enumerate(self.layer_costs):
             sizes = {"own": prompt_tokens, "least": window, "depth": depth, "layers": layers}
@@ -142,7 +146,13 @@ class Costs:
         return found
 
     def cache(self, tokens: int, new_tokens: int, compressed: bool) -> int:
-        """Return the bytes of one request's cache after its prompt and `new_tokens` more tokens."""
+        """Return the bytes of one cache after a prompt and `new_tokens` generated tokens.
+
+        Args:
+            tokens: the number of tokens of the prompt.
+            new_tokens: the number of tokens after it.
+            compressed: whether the cache is compressed.
+        """
         model, seen = self.footprint, tokens + new_tokens
         if not compressed:
             return model.cache_bytes(seen, seen)
@@ -151,10 +161,10 @@ class Costs:
         return held + model.other_bytes(seen)
 
     def answering(self, tokens: int, compressed: bool) -> int:
-        """Return the bytes of one request's cache when its answer is complete.
+        """Return the bytes of one cache at the end of an answer, with its append buffers.
 
-        They include append buffers, and in sliding layers the token that has just left the window.
-        With codes they are an upper limit.
+        In sliding layers they include the token that has just left the window. If keys and values
+        are quantized, the result is an upper limit.
         """
         model, new = self.footprint, self.request.new_tokens
         held = model.other_bytes(tokens + new, behind=1)
@@ -162,17 +172,17 @@ class Costs:
             return model.token_bytes * (tokens + new) + held
         for layer, codes, exact in self._parts(self.kept(tokens), new):
             rounds = 1 if codes else -(-new // (ROOM_TOKENS + 1))
-            room = exact if codes else exact - new
-            held += codes + (room + rounds * (ROOM_TOKENS + 1)) * layer.token_bytes
+            spare = exact if codes else exact - new
+            held += codes + (spare + rounds * (ROOM_TOKENS + 1)) * layer.token_bytes
         return held
 
     def prefill_peak(self, tokens: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the peak bytes of one request's prefill, without the weights.
+        """Return the peak of the bytes while one prompt is read, without the weights.
 
-        A compressed cache stores all keys and values of one layer at a time. In transformers'
-        cache, sliding layers store all tokens of a pass until the next one. When it reads in
-        pieces, that cache copies a layer to append to it, while a compressed one stores all hidden
-        states and reads sliding layers in one pass.
+        A compressed cache stores all keys and values of only one layer at a time. In the cache of
+        transformers, sliding layers store all tokens of a pass until the next pass. If the prompt
+        is read in pieces, the cache of transformers copies a layer to append to it, while the
+        compressed cache stores all hidden states and reads sliding layers in one pass.
         """
         model = self.footprint
         piece = min(tokens, PIECE_TOKENS) if in_pieces else tokens
@@ -189,35 +199,42 @@ class Costs:
         return cache + layer + hidden + activations
 
     def total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the peak bytes of a batch of requests, including the weights."""
+        """Return the peak of the bytes of a batch of requests, including the weights."""
         reading = self.prefill_peak(tokens, compressed, in_pieces=in_pieces)
         answering = self.answering(tokens, compressed)
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def least_total(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Return the peak bytes of a batch that is read in the way that takes less memory."""
+        """Return the smaller `total`: of a prompt read in one pass, or read in pieces."""
         ways = (False, True)
         return min(self.total(tokens, batch, compressed, in_pieces=way) for way in ways)
 
     def step(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Return the bytes that the decode step for the last token of every answer reads."""
+        """Return the bytes that the last decode step of a batch reads."""
         model, new = self.footprint, self.request.new_tokens
         return model.read_bytes(batch) + batch * self.cache(tokens, new, compressed)
 
-    def longest(self, room: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the length of the longest prompt that fits the memory and the positions."""
+    def longest(self, free_bytes: int, compressed: bool, *, in_pieces: bool) -> int:
+        """Return the length of the longest prompt that fits into `free_bytes` and the positions.
+
+        The result is 0 if no prompt fits.
+        """
         positions, batch = self.footprint.max_positions, self.request.batch
         most = _MOST_TOKENS if positions is None else positions - self.request.new_tokens
         return bisect.bisect_right(
             range(1, most + 1),
-            room,
+            free_bytes,
             key=lambda tokens: self.total(tokens, batch, compressed, in_pieces=in_pieces),
         )
 
     def _parts(self, kept: Sequence[int], new_tokens: int) -> Iterator[tuple[FullLayer, int, int]]:
         """Yield each layer, the bytes of its codes, and the number of its unquantized tokens.
 
-        Generated tokens are quantized in whole blocks.
+        Generated tokens are quantized when they fill a block.
+
+        Args:
+            kept: the number of kept tokens of the prompt in every layer.
+            new_tokens: the number of generated tokens.
         """
         layers, bits = self.footprint.full_layers, self.request.codes
         for layer, cost, tokens in zip(layers, self.layer_costs, kept, strict=True):
@@ -229,7 +246,14 @@ class Costs:
 
 
 def token_cost(layer: FullLayer, bits: KVCodes | None) -> TokenCost:
-    """Return the bytes of a token in a layer; scales of codes are assumed to fit in 16 bits."""
+    """Return the bytes of a token in a layer, in quantized and in unquantized form.
+
+    The scales of the codes are assumed to have 16 bits.
+
+    Args:
+        layer: the layer.
+        bits: the codes that quantize keys and values; None if they are not quantized.
+    """
     cost = TokenCost(full_bytes=layer.token_bytes, block_bytes=layer.token_bytes)
     if bits is None:
         return cost

@@ -1,7 +1,7 @@
-"""The bytes and operations of a model, computed from the settings in its `config.json`.
+"""Compute the bytes and operations of a model from the settings in its `config.json`.
 
-Nothing here imports torch or transformers. `tests/plan` compares the results with the models that
-transformers builds from the same settings, and with the caches that they fill.
+This file imports neither torch nor transformers. `tests/plan` compares the results with the models
+that transformers builds from the same settings, and with the caches that they fill.
 """
 
 from collections.abc import Mapping
@@ -68,25 +68,25 @@ _WINDOW = "sliding_window"
 
 
 class MissingSettingError(UnsupportedModelError):
-    """A `config.json` lacks a setting for which transformers has a default."""
+    """A `config.json` has no value for a setting for which transformers has a default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingLayer:
-    """A sliding-window layer, which stores the last tokens only, compressed or not."""
+    """A sliding-window layer, which stores only the last tokens, in a compressed cache as well."""
 
-    token_bytes: int
-    most_tokens: int  # tokens stored between passes
+    token_bytes: int  # of one stored token
+    most_tokens: int  # the most tokens stored between two passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullLayer:
-    """A full-attention layer, which is compressed; sizes of one stored token."""
+    """A full-attention layer, which can be compressed."""
 
-    token_bytes: int
-    heads: int
-    key_width: int  # of one head
-    value_width: int
+    token_bytes: int  # of one stored token
+    heads: int  # the number of heads whose keys and values are stored
+    key_width: int  # the numbers of a token's key in one head
+    value_width: int  # the numbers of a token's value in one head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,37 +113,50 @@ class Footprint:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a stored token, summed over the full-attention layers."""
+        """The bytes of one stored token in all full-attention layers together."""
         return sum(layer.token_bytes for layer in self.full_layers)
 
     @property
     def layer_token_bytes(self) -> int:
-        """The bytes of one token in the largest layer."""
+        """The bytes of one stored token in the layer where they are largest."""
         layers: list[FullLayer | SlidingLayer] = [*self.full_layers, *self.sliding_layers]
         return max((layer.token_bytes for layer in layers), default=0)
 
     @property
     def layers(self) -> int:
-        """The number of all layers, including those that have only a state."""
+        """The number of all layers, including those with a state of fixed size."""
         return len(self.full_layers) + len(self.sliding_layers) + self.other_layers
 
     def cache_bytes(self, stored_tokens: int, seen_tokens: int) -> int:
-        """Return the bytes of one request's cache with `stored_tokens` in full-attention layers."""
+        """Return the bytes of the cache of one request.
+
+        Args:
+            stored_tokens: the number of tokens in every full-attention layer.
+            seen_tokens: the number of all tokens, from which sliding layers store the last ones.
+        """
         return self.token_bytes * stored_tokens + self.other_bytes(seen_tokens)
 
     def other_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Return the bytes of one request's uncompressed layers; see `sliding_bytes`."""
+        """Return the bytes of the layers that are never compressed, see `sliding_bytes`."""
         return self.sliding_bytes(seen_tokens, behind) + self.state_bytes
 
     def sliding_bytes(self, seen_tokens: int, behind: int = 0) -> int:
-        """Return the bytes of the sliding layers with `behind` tokens beyond the window."""
+        """Return the bytes of the sliding layers of one request.
+
+        Args:
+            seen_tokens: the number of tokens that the model has read.
+            behind: the number of tokens that are still stored although they have left the window.
+        """
         return sum(
             layer.token_bytes * min(layer.most_tokens + behind, seen_tokens)
             for layer in self.sliding_layers
         )
 
     def read_bytes(self, batch: int) -> int:
-        """Return the bytes of weights that a step reads, of experts only those likely used."""
+        """Return the bytes of the weights that a decode step of a batch is expected to read.
+
+        Of the experts, it only reads those that a token of the batch uses.
+        """
         read = self.weights_bytes - self.embedding_bytes
         if not self.experts:
             return read
@@ -151,8 +164,8 @@ class Footprint:
         return read - int(self.expert_bytes * unvisited)
 
     def prompt_flops(self, tokens: int) -> int:
-        """Return the operations of a prefill; causal attention computes half of all pairs."""
-        return self.token_flops * tokens + self.pair_flops * tokens**2 // 2
+        """Return the number of operations of a prefill with causal attention."""
+        return self.token_flops * tokens + self.pair_flops * tokens**2 // 2  # half of all pairs
 
 
 def footprint_of(
@@ -166,14 +179,15 @@ def footprint_of(
 
     Args:
         config: the settings; those of the language model may be in its `text_config`.
-        dtype: counts weights and caches in this dtype; None for the one in `config`, in which
-            quantized weights count as stored.
-        parameters: of the checkpoint. By default they are counted without norms and biases, which
-            are less than 0.2 % of a model of published size.
-        weights_bytes: of the checkpoint's files, counted from the settings by default.
+        dtype: the dtype in which weights and caches are counted. None for the dtype in `config`,
+            with quantized weights as they are stored.
+        parameters: the number of parameters of the checkpoint. By default it is computed without
+            norms and biases, which are less than 0.2 % of a model of published size.
+        weights_bytes: the bytes of the weights in the checkpoint; by default they are computed from
+            the settings.
 
     Raises:
-        MissingSettingError: a setting is missing that this family needs.
+        MissingSettingError: `config` has no value for a setting that this family needs.
         UnsupportedModelError: the family is not in `FAMILIES`, or the kind of a layer or the dtype
             is unknown.
     """
@@ -224,23 +238,27 @@ def footprint_of(
 
 
 def is_counted(quantization: str | None) -> bool:
-    """Return whether the size of such weights is known; others count in the model's dtype."""
+    """Return whether the bytes of weights with this quantization are known.
+
+    If not, the weights are counted in the dtype of the model.
+    """
     return quantization is None or quantization in PACKED_BYTES
 
 
 class _Text(dict[str, Any]):
-    """The settings of a language model by name.
-
-    Raises:
-        MissingSettingError: a setting that is looked up is missing.
-    """
+    """The settings of a language model by name, which name a missing one in an error."""
 
     def __missing__(self, name: str) -> Any:
+        """Raise the error for a setting that is missing.
+
+        Raises:
+            MissingSettingError: always.
+        """
         raise wrong(
             "model",
-            f"its config.json has no {name}, which a plan for the family "
-            f"{self.get('model_type')} needs",
-            "Add that setting",
+            f"its config.json has no {name}, which is needed for models of the family "
+            f"{self.get('model_type')}",
+            "Add this setting",
             MissingSettingError,
         )
 
@@ -264,6 +282,11 @@ def _language_model(config: Mapping[str, Any]) -> _Text:
 
 
 def _dtype(config: Mapping[str, Any], text: _Text) -> str:
+    """Return the dtype of a model by its name in torch; float32 if the settings name none.
+
+    Raises:
+        UnsupportedModelError: the sizes of that dtype are not known.
+    """
     found = (each.get(name) for each in (text, config) for name in ("dtype", "torch_dtype"))
     dtype = str(next(filter(None, found), "float32")).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
@@ -277,13 +300,15 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
 
 
 def _kinds(text: _Text) -> list[str]:
-    """Return the kind of each layer's attention, one of `_KINDS`.
+    """Return the kind of attention of every layer, each one of `_KINDS`.
 
     Raises:
-        UnsupportedModelError: a layer has another kind.
+        UnsupportedModelError: a layer has attention of another kind.
     """
-    given = text.get("layer_types") or [_kind(text, at) for at in range(text["num_hidden_layers"])]
-    kinds = [kind.replace("chunked", "sliding") for kind in given]
+    listed = text.get("layer_types") or [
+        _kind(text, layer) for layer in range(text["num_hidden_layers"])
+    ]
+    kinds = [kind.replace("chunked", "sliding") for kind in listed]
     if unknown := set(kinds) - set(_KINDS):
         raise wrong(
             "model",
@@ -296,7 +321,7 @@ def _kinds(text: _Text) -> list[str]:
 
 
 def _kind(text: _Text, layer: int) -> str:
-    """Return the kind of a layer of a model that does not list them."""
+    """Return the kind of attention of one layer, for a model whose settings do not list them."""
     family = text["model_type"]
     if family in _PERIODS:
         setting, period = _PERIODS[family]
@@ -310,15 +335,15 @@ def _kind(text: _Text, layer: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """The sizes of one attention layer, full or sliding.
+    """The sizes of an attention layer with full or sliding attention.
 
     Attributes:
         heads: the number of heads whose keys and values are stored.
-        key_width: the numbers of one key.
-        value_width: the numbers of one value.
-        states: the numbers of one token in queries and attention output.
-        activations: the numbers of one token at the widest point.
-        numbers: the numbers in its matrices.
+        key_width: how many numbers a key has.
+        value_width: how many numbers a value has.
+        states: how many numbers the queries and the attention output of one token have.
+        activations: how many numbers one token has at the widest point of the layer.
+        numbers: how many numbers the matrices of the layer have.
     """
 
     heads: int
@@ -358,9 +383,17 @@ def _attention(text: _Text) -> _Attention:
 
 
 def _linear(text: _Text, size: int) -> tuple[int, int]:
-    """Return the bytes of a linear layer's state, and the numbers in its matrices.
+    """Return the sizes of a layer with linear attention.
 
-    The state is in float32, and that of its convolution in the model's dtype.
+    The state of its attention is stored in float32, and the state of its convolution in the dtype
+    of the model.
+
+    Args:
+        text: the settings.
+        size: the bytes of one number in the dtype of the model.
+
+    Returns:
+        The bytes of both states, and how many numbers its matrices have.
     """
     hidden = text["hidden_size"]
     if text["model_type"] == "kimi_linear":  # the two gates are of low rank
@@ -378,14 +411,14 @@ def _linear(text: _Text, size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _MLP:
-    """The sizes of the MLPs of a model.
+    """The sizes of the MLPs of all layers of a model.
 
     Attributes:
         experts: the number of experts per layer; 0 without experts.
         chosen: the number of experts that a token uses.
-        width: the inner width, or the sum over all experts that a token uses.
-        numbers: the numbers in the matrices of all layers.
-        expert_numbers: the part of `numbers` that belongs to experts.
+        width: the inner width of an MLP, or the sum over all experts that a token uses.
+        numbers: how many numbers the matrices of all layers have.
+        expert_numbers: how many of these numbers belong to experts.
     """
 
     experts: int

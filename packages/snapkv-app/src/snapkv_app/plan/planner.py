@@ -9,15 +9,21 @@ from snapkv_app.plan.costs import Costs, Request
 from snapkv_app.plan.footprint import Footprint, is_counted
 
 FLOPS_PER_BYTE = 150
-"""Operations of a GPU in the time that it reads one byte: about half of the data sheets' ratios for
-16-bit matrices (A100 156, H100 295, H200 206), since neither peak is reached."""
+"""The number of operations that a GPU computes in the time in which it reads one byte.
+
+This is about half of the ratios in data sheets for 16-bit matrices (A100 156, H100 295, H200 206),
+because a GPU reaches neither of the two peaks.
+"""
 
 LAYER_MS = 0.17
-"""What the launches of a layer add to a step that is one CUDA graph: 10.0 to 11.0 ms a token of an
-8B model in bfloat16 on an H100 80GB HBM3 (docs/results/gpu.jsonl), 5.1 of them bytes."""
+"""The milliseconds that the kernel launches of a layer add to a step that is one CUDA graph.
+
+A token of an 8B model in bfloat16 takes 10.0 to 11.0 ms on an H100 80GB HBM3
+(docs/results/gpu.jsonl). Reading its bytes takes 5.1 ms of them.
+"""
 
 GPU_BANDWIDTH_BYTES = 3e12
-"""The bytes per second of the same card, for estimates without a given bandwidth."""
+"""The bytes per second that the same card reads, if no bandwidth is passed."""
 
 _FELT = 1.5
 """The smallest speed-up that a reader of an answer notices."""
@@ -28,41 +34,45 @@ _WORTH_SAYING = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNeeds:
-    """What a request needs with one kind of cache.
+    """The memory and the time that a request needs with one kind of cache.
 
-    The fields about what fits are None without a memory size. "In pieces" means `snapkv.prefill`
-    for the compressed cache, and ``prefill_chunk_size`` for the full one. The model's positions are
-    not considered.
+    If the memory size is unknown, the fields about what fits are None. "In pieces" means that a
+    prompt is read with `snapkv.prefill` for the compressed cache, and with ``prefill_chunk_size``
+    for the full one. The positions of the model are not considered.
     """
 
     cache_bytes: int  # of the batch, after the prompts
-    prefill_peak_bytes: int  # weights excluded, prompts read in one pass; an estimate
-    total_bytes: int  # weights and the peak of everything else
-    step_bytes: int  # read by the decoding step of the last token of every answer
-    step_ms: float | None  # time of that step as one graph; None without a bandwidth
+    prefill_peak_bytes: int  # an estimate for prompts read in one pass, without the weights
+    total_bytes: int  # the weights and the peak of everything else
+    step_bytes: int  # read by the decode step for the last token of every answer
+    step_ms: float | None  # the time of that step as one graph; None without a bandwidth
     fits_in_one_pass: bool | None = None
     fits: bool | None = None  # in one pass or in pieces
     longest_prompt_tokens: int | None = None
     longest_prompt_in_pieces_tokens: int | None = None
-    largest_batch: int | None = None  # prefilled together, in one pass or in pieces, and answered
-    largest_decoding_batch: int | None = None  # answered together, prefilled one after the other
-    throughput: float | None = None  # at `largest_batch`, against the full cache at batch 1
+    largest_batch: int | None = None  # of prompts that are read together, and answered together
+    largest_decoding_batch: int | None = None  # of prompts read one by one, and answered together
+    throughput: float | None = None  # of `largest_batch`, relative to the full cache in one row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The figures of a request to a model, computed by `plan`.
+    """The result of `plan`: what a request needs, and how much compression helps.
 
     Attributes:
-        kept_tokens: the tokens kept of a prompt, mean over the compressed layers; 0 without such
-            layers.
-        full: the needs of transformers' own cache.
-        compressed: the needs of the compressed cache.
-        decode_speedup: the upper limit of the decoding speed-up, from the bytes that a step reads.
-        prefill_share: the estimated share of the prefill in the time of a request with the full
-            cache.
-        request_speedup: the estimated upper limit of the speed-up of a whole request.
-        verdict: sentences; the first one answers whether compression will help.
+        model: the name of the model.
+        request: the request.
+        footprint: the sizes of the model.
+        kept_tokens: the number of tokens that are kept of a prompt, as the mean over the compressed
+            layers; 0 if there are none.
+        full: what the cache of transformers needs.
+        compressed: what the compressed cache needs.
+        decode_speedup: the upper limit of the speed-up of decoding, from the bytes that a step
+            reads.
+        prefill_share: the estimated fraction of a request's time with the full cache that reading
+            the prompt takes.
+        request_speedup: the estimated upper limit of the speed-up of a complete request.
+        verdict: sentences, of which the first says whether compression will help.
     """
 
     model: str
@@ -78,10 +88,10 @@ class Plan:
 
 
 def plan(model: str, footprint: Footprint, request: Request) -> Plan:
-    """Compute what a request to a model needs with either cache, and what fits.
+    """Compute what a request needs with a full and a compressed cache, and what fits.
 
     Args:
-        model: the name that the plan shows.
+        model: the name of the model in the plan.
         footprint: the sizes of the model, see `snapkv_app.footprints.find_footprint`.
         request: the prompts, the answers, the budget and the device.
 
@@ -110,14 +120,17 @@ def plan(model: str, footprint: Footprint, request: Request) -> Plan:
 
 
 def gpu_step_ms(costs: Costs, batch: int, *, compressed: bool) -> float:
-    """Estimate the time of a batch's last decode step on a GPU, captured as one graph."""
+    """Estimate the milliseconds of the last decode step of a batch on a GPU, as one CUDA graph."""
     read = costs.step(costs.request.context_tokens, batch, compressed)
     bandwidth = costs.request.bandwidth_bytes or GPU_BANDWIDTH_BYTES
     return LAYER_MS * costs.footprint.layers + 1000 * read / bandwidth
 
 
 def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
-    """Return the smallest batch that is decoded `speedup` times as fast; None above 1,024."""
+    """Return the smallest batch that compression decodes `speedup` times as fast.
+
+    None if it would have more than 1,024 rows.
+    """
     for batch in range(1, 1025):
         full, compressed = (gpu_step_ms(costs, batch, compressed=each) for each in (False, True))
         if full >= speedup * compressed:
@@ -140,21 +153,22 @@ def _needs(costs: Costs, compressed: bool) -> CacheNeeds:
 
 
 def _fitting(costs: Costs, compressed: bool) -> dict[str, Any]:
-    """Return what fits in the memory; empty without a memory size."""
+    """Return the fields of `CacheNeeds` about what fits; empty if the memory size is unknown."""
     asked, weights = costs.request, costs.footprint.weights_bytes
     if asked.memory_bytes is None:
         return {}
-    room, tokens = asked.memory_bytes - asked.reserve_bytes, asked.context_tokens
-    beside_weights = max(0, room - weights)
+    free_bytes = asked.memory_bytes - asked.reserve_bytes
+    tokens, batch = asked.context_tokens, asked.batch
+    beside_weights = max(0, free_bytes - weights)
     most = beside_weights // (costs.least_total(tokens, 1, compressed) - weights)
     alone, together = (
-        costs.step(tokens, batch, kind) for batch, kind in ((1, False), (most, compressed))
+        costs.step(tokens, rows, kind) for rows, kind in ((1, False), (most, compressed))
     )
     return {
-        "fits_in_one_pass": costs.total(tokens, asked.batch, compressed, in_pieces=False) <= room,
-        "fits": costs.least_total(tokens, asked.batch, compressed) <= room,
-        "longest_prompt_tokens": costs.longest(room, compressed, in_pieces=False),
-        "longest_prompt_in_pieces_tokens": costs.longest(room, compressed, in_pieces=True),
+        "fits_in_one_pass": costs.total(tokens, batch, compressed, in_pieces=False) <= free_bytes,
+        "fits": costs.least_total(tokens, batch, compressed) <= free_bytes,
+        "longest_prompt_tokens": costs.longest(free_bytes, compressed, in_pieces=False),
+        "longest_prompt_in_pieces_tokens": costs.longest(free_bytes, compressed, in_pieces=True),
         "largest_batch": most,
         "largest_decoding_batch": beside_weights // costs.answering(tokens, compressed),
         "throughput": most * alone / together if most else None,
@@ -162,6 +176,7 @@ def _fitting(costs: Costs, compressed: bool) -> dict[str, Any]:
 
 
 def _headline(made: Plan, costs: Costs) -> Iterator[str]:
+    """Yield the sentences that say whether compression will help."""
     tokens, kept = made.request.context_tokens, made.kept_tokens
     if kept >= tokens and made.request.bits is None:
         yield (
@@ -198,6 +213,7 @@ def _headline(made: Plan, costs: Costs) -> Iterator[str]:
 
 
 def _limits(made: Plan) -> Iterator[str]:
+    """Yield sentences about positions, about reading in pieces, and about the time of a request."""
     tokens, positions = made.request.context_tokens, made.footprint.max_positions
     answer = made.request.new_tokens
     if positions is not None and tokens + answer > positions:
@@ -235,6 +251,7 @@ def _remedy(positions: int, answer: int) -> str:
 
 
 def _notes(made: Plan) -> Iterator[str]:
+    """Yield sentences about layers that are not compressed, quantized weights, and experts."""
     model, tokens = made.footprint, made.request.context_tokens
     full = len(model.full_layers)
     if full < model.layers or model.state_bytes:

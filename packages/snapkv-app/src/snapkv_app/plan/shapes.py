@@ -1,4 +1,4 @@
-"""The published sizes of models by name, for plans and benchmarks.
+"""Find the published sizes of a model by its name, for plans and benchmarks.
 
 `shapes.toml` repeats the models' `config.json`, including positions; `tests/plan/test_shapes.py`
 builds each model from its configuration and compares.
@@ -17,23 +17,23 @@ from snapkv_app.plan.footprint import Footprint, footprint_of
 class Shape:
     """The published sizes of a model."""
 
-    repository: str
-    family: str
-    parameters: int
-    config: dict[str, Any]
+    repository: str  # its id on the hub
+    family: str  # `model_type` in its `config.json`
+    parameters: int  # of the checkpoint
+    config: dict[str, Any]  # the other settings in its `config.json`
 
     def footprint(self, dtype: str | None = None) -> Footprint:
-        """Compute the footprint of the model, in bfloat16 unless `dtype` is another one."""
+        """Compute the footprint of the model, in bfloat16 unless `dtype` names another dtype."""
         config = {"dtype": "bfloat16", "model_type": self.family, **self.config}
         return footprint_of(config, dtype=dtype, parameters=self.parameters)
 
 
 def _published() -> Iterator[tuple[str, Shape]]:
     text = resources.files("snapkv_app.plan").joinpath("shapes.toml").read_text(encoding="utf-8")
-    for name, said in tomllib.loads(text).items():
-        repository, family, parameters = map(said.pop, ("repository", "model_type", "parameters"))
-        said.pop("source", None)
-        config = {key: None if value == "null" else value for key, value in said.items()}
+    for name, entry in tomllib.loads(text).items():
+        repository, family, parameters = map(entry.pop, ("repository", "model_type", "parameters"))
+        entry.pop("source", None)
+        config = {key: None if value == "null" else value for key, value in entry.items()}
         yield name, Shape(repository, family, parameters, config)
 
 
@@ -42,17 +42,17 @@ SHAPES: dict[str, Shape] = dict(_published())
 
 
 def shape_of(name: str) -> str | None:
-    """Return the shape with that name or repository, ignoring case; None if it is unknown."""
+    """Return the name of the shape with that name or hub id, in any case; None if there is none."""
     known = {shape: shape for shape in SHAPES}
-    known |= {of.repository.lower(): shape for shape, of in SHAPES.items()}
+    known |= {published.repository.lower(): shape for shape, published in SHAPES.items()}
     return known.get(name.lower())
 
 
 def described(shape: str) -> dict[str, Any]:
-    """Describe the sizes of a shape's cache and weights.
+    """Describe the sizes of the cache and the weights of a shape, for a table.
 
-    `kv_bytes_per_token` is for 16 bits and long prompts. For latent attention, `head_dim` is the
-    size of the one latent that is stored for all heads.
+    `kv_bytes_per_token` is for keys and values of 16 bits, without sliding windows. With latent
+    attention, `head_dim` is the size of the one latent that all heads share.
     """
     published = SHAPES[shape]
     model = published.footprint()

@@ -79,7 +79,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedSample:
+class SampleJob:
     """A sample and the methods that answer it. The methods share a reading where they can.
 
     Attributes:
@@ -139,7 +139,7 @@ class Executor(Protocol):
     It is an `Answerer`, or a group of workers on Ray.
     """
 
-    def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
+    def answers(self, work: Sequence[SampleJob]) -> Iterator[Row]:
         """Yield a record for each method and each question, in any order."""
         ...
 
@@ -150,34 +150,34 @@ class Answerer:
 
     loaded: LoadedModel
 
-    def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
+    def answers(self, work: Sequence[SampleJob]) -> Iterator[Row]:
         """Yield a record for every method of every question, in the order of the work."""
-        for asked in work:
-            yield from self.records(asked)
+        for job in work:
+            yield from self.records(job)
 
-    def records(self, asked: AskedSample) -> Iterator[Row]:
+    def records(self, job: SampleJob) -> Iterator[Row]:
         """Yield the answer of every method to every turn, or a record that says why it is missing.
 
         The status of such a record is "too long", "budget too small" or `LOST`.
         """
-        prompt = asked.sample.prompt(self.loaded.tokenizer, asked.template, asked.question)
-        references = self._references(asked, prompt) if asked.reference_loss else None
-        ways = [method.prefill for method in asked.methods]
-        reader = PromptReader(self.loaded, prompt, asked.sample.settings, ways)
-        for method in asked.methods:
-            remaining, status = list(asked.sample.turns), ""
+        prompt = job.sample.prompt(self.loaded.tokenizer, job.template, job.question)
+        references = self._references(job, prompt) if job.reference_loss else None
+        ways = [method.prefill for method in job.methods]
+        reader = PromptReader(self.loaded, prompt, job.sample.settings, ways)
+        for method in job.methods:
+            remaining, status = list(job.sample.turns), ""
             ends: list[PromptEnd] | None = None if references is None else []
             try:
-                for answer in self._answers(asked, method, reader, ends):
+                for answer in self._answers(job, method, reader, ends):
                     turn = remaining[0]
                     prediction = answer.text.removeprefix(turn.answer_start)
                     outcome: Row = {"status": "ok", "prediction": prediction}
-                    outcome["score"] = asked.task.score(turn, prediction)
+                    outcome["score"] = job.task.score(turn, prediction)
                     if references is not None and ends is not None:
                         outcome["loss"] = references[turn.name].loss(self.loaded, ends.pop())
                         ends.clear()
                     del remaining[0]
-                    yield asked.record(turn, method) | outcome | costs(answer)
+                    yield job.record(turn, method) | outcome | costs(answer)
             except PromptTooLongError:
                 status = "too long"
             except BudgetTooSmallError:
@@ -186,28 +186,28 @@ class Answerer:
                 status = LOST
             torch.cuda.empty_cache()  # does nothing without CUDA
             for turn in remaining:
-                yield asked.record(turn, method) | {"status": status}
+                yield job.record(turn, method) | {"status": status}
 
     def _answers(
-        self, asked: AskedSample, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
+        self, job: SampleJob, method: Method, reader: PromptReader, ends: list[PromptEnd] | None
     ) -> Iterator[Answer]:
         """Yield the answer to a sample, or to every turn of a conversation.
 
         If `ends` is a list, the end of each prompt is appended to it before its answer is yielded.
         """
-        sample = asked.sample
+        sample = job.sample
         if isinstance(sample, Conversation):
-            how = method, asked.template, asked.question
+            how = method, job.template, job.question
             yield from converse(self.loaded, sample, *how, ends=ends)
         else:
             way = method.policy, method.prefill, sample.protection
             yield reader.answer(*way, ends, method.bits)
 
-    def _references(self, asked: AskedSample, prompt: Prompt) -> dict[str, References]:
+    def _references(self, job: SampleJob, prompt: Prompt) -> dict[str, References]:
         references = {}
-        for turn in asked.sample.turns:
-            if turn is not asked.sample:
-                prompt = turn.later_turn(self.loaded.tokenizer, asked.template)
+        for turn in job.sample.turns:
+            if turn is not job.sample:
+                prompt = turn.later_turn(self.loaded.tokenizer, job.template)
             references[turn.name] = References.after(prompt, turn.references, self.loaded)
         return references
 

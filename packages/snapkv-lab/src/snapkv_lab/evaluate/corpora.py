@@ -31,14 +31,14 @@ class Passage:
 class Question:
     """A question, its right answers, and the paragraphs that contain the answers.
 
-    `asked` is the text as the data set has it; in SQuAD it sometimes has blanks around it. HotpotQA
-    has two `gold` paragraphs per question, and SQuAD has one. `near` holds the other paragraphs
-    that HotpotQA collected for the question, or those of the same article in SQuAD.
+    `raw_text` is the question as the data set has it; in SQuAD it sometimes has blanks around it.
+    HotpotQA has two `gold` paragraphs per question, and SQuAD has one. `near` holds the other
+    paragraphs that HotpotQA collected for the question, or those of the same article in SQuAD.
     """
 
     name: str
     text: str
-    asked: str
+    raw_text: str
     answers: tuple[str, ...]
     gold: tuple[Passage, ...]
     near: tuple[Passage, ...]
@@ -80,7 +80,7 @@ def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
             Question(
                 name=row["_id"],
                 text=row["question"],
-                asked=row["question"],
+                raw_text=row["question"],
                 answers=(row["answer"],),
                 gold=tuple(passage for passage in paragraphs if passage.title in supporting),
                 near=tuple(passage for passage in paragraphs if passage.title not in supporting),
@@ -104,7 +104,7 @@ def _squad(content: dict[str, Any]) -> Corpus:
                 Question(
                     name=entry["id"],
                     text=entry["question"].strip(),
-                    asked=entry["question"],
+                    raw_text=entry["question"],
                     answers=tuple(dict.fromkeys(answer["text"] for answer in entry["answers"])),
                     gold=(passage,),
                     near=near,

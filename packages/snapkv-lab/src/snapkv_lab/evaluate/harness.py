@@ -164,7 +164,7 @@ class HarnessRun:
         for name in self.tasks:
             if name not in manager.all_tasks:
                 remedy = "Add your own folder of tasks with --include-path"
-                remedy += nearest(name, manager.all_tasks)
+                remedy = nearest(name, manager.all_tasks, remedy)
                 raise wrong("tasks", f"expected tasks that lm-eval knows, got {name!r}", remedy)
         return manager
 
@@ -376,13 +376,13 @@ class CompressedLM(LM):
             )
 
 
-def _settings(given: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:
+def _settings(generation_kwargs: dict[str, Any], task: str | None, seed: int) -> GenerationSettings:
     """Return how a task wants its answers generated. If it samples, each request has its own seed.
 
     Raises:
         InvalidArgumentError: the task uses settings that are not supported.
     """
-    settings = dict(normalize_gen_kwargs(given, _ANSWER_TOKENS))
+    settings = dict(normalize_gen_kwargs(generation_kwargs, _ANSWER_TOKENS))
     stops, tokens = settings.pop("until"), settings.pop("max_gen_toks")
     sampled, temperature = settings.pop("do_sample"), settings.pop("temperature", 0.0)
     unknown = set(settings) - (frozenset() if sampled else _WITHOUT_EFFECT)

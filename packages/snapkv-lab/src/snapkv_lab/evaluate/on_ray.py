@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from snapkv.errors import OutOfMemoryError, SnapKVError, missing_package, wrong
 from snapkv.validation import first_line
-from snapkv_lab.evaluate.asking import Answerer, AskedSample
+from snapkv_lab.evaluate.asking import Answerer, SampleJob
 from snapkv_lab.rows import Row
 
 LOCAL, AUTO = "local", "auto"
@@ -88,7 +88,7 @@ class OnRay:
             raise wrong("workers", problem, "Start fewer workers, or add nodes to the cluster")
         return count
 
-    def answers(self, work: Sequence[AskedSample]) -> Iterator[Row]:
+    def answers(self, work: Sequence[SampleJob]) -> Iterator[Row]:
         """Yield a record for every method of every question, as soon as it is known.
 
         Raises:
@@ -112,17 +112,17 @@ class OnRay:
                     )
                 worker = self._wait_for_worker()
                 self._busy.remove(worker)
-                asked = worker.asked
+                job = worker.job
                 try:
                     records = worker.records()
                 except _NotLoadedError as error:
-                    waiting.appendleft(asked)
+                    waiting.appendleft(job)
                     unloaded, why = unloaded + 1, str(error)
                 except _EndedError:  # a question that ended a worker comes first, or is lost
-                    if asked.tries + 1 < MOST_TRIES:
-                        waiting.extendleft(reversed(list(asked.split_by_method())))
+                    if job.tries + 1 < MOST_TRIES:
+                        waiting.extendleft(reversed(list(job.split_by_method())))
                     else:
-                        yield from asked.lost_records()
+                        yield from job.lost_records()
                 else:
                     self._idle.append(worker)
                     unloaded = 0
@@ -180,7 +180,7 @@ class OnRay:
 class _Worker:
     """An actor that first loads the model, and the question that it was given last."""
 
-    asked: AskedSample
+    job: SampleJob
     answers: Any
 
     def __init__(self, actor: Any) -> None:
@@ -190,8 +190,8 @@ class _Worker:
     def is_loaded(self) -> bool:
         return bool(_ray().wait([self._loaded], timeout=0)[0])
 
-    def ask(self, asked: AskedSample) -> None:
-        self.asked, self.answers = asked, self._actor.records.remote(asked)
+    def ask(self, job: SampleJob) -> None:
+        self.job, self.answers = job, self._actor.records.remote(job)
 
     def records(self) -> list[Row]:
         """Wait for the answers to the last question and return them.
@@ -254,8 +254,8 @@ class _Answering:
         torch.set_num_threads(self._threads)
         self._answerer = Answerer(loaded=load(**self._load))
 
-    def records(self, asked: AskedSample) -> list[Row]:
-        return list(self._answerer.records(asked))
+    def records(self, job: SampleJob) -> list[Row]:
+        return list(self._answerer.records(job))
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from snapkv.hf.known_gates import with_known
 from snapkv.kvzip import require_one_reading
 from snapkv.validation import require_at_least
 from snapkv_app.models import LoadedModel
-from snapkv_lab.evaluate.asking import Answerer, AskedSample, Executor, Method
+from snapkv_lab.evaluate.asking import Answerer, Executor, Method, SampleJob
 from snapkv_lab.evaluate.sample import Sample, Setting, Template, data_hash, turn_markers
 from snapkv_lab.evaluate.store import Key, Progress, RunSummary, Store
 from snapkv_lab.evaluate.summary import summarise
@@ -76,7 +76,7 @@ class Run:
             InvalidArgumentError: the settings give no sample, or one sample twice.
             MissingDependencyError: the package with the task's data is not installed.
         """
-        return _keys(self._asked(self._samples()))
+        return _keys(self._jobs(self._samples()))
 
     def evaluate(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
@@ -97,14 +97,12 @@ class Run:
             OutputError: an answer cannot be written; the answers before it are in the folder.
         """
         samples = self._samples()
-        questions = self._asked(samples)
+        questions = self._jobs(samples)
         block = self._settings() | {"samples": len(samples), "data": data_hash(samples)}
         wanted = _keys(questions)
         with Store(folder, block, fields=("cell", "policy", "status")) as store:
             require_same_policies(self.methods, store.records)
-            work = [
-                missing for asked in questions if (missing := asked.missing_from(store)).methods
-            ]
+            work = [missing for job in questions if (missing := job.missing_from(store)).methods]
             answering = executor or Answerer(loaded=self.loaded)
             store.complete(wanted, answering.answers(work), on_progress)
             rows = summarise(store.records, wanted, self.task)
@@ -118,9 +116,9 @@ class Run:
             _require_references(turns)
         return samples
 
-    def _asked(self, samples: Sequence[Sample]) -> list[AskedSample]:
+    def _jobs(self, samples: Sequence[Sample]) -> list[SampleJob]:
         return [
-            AskedSample(
+            SampleJob(
                 sample=sample,
                 question=question,
                 methods=self.methods,
@@ -210,18 +208,18 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> 
     """
     policies = {method.label: method.describe() for method in methods}
     for record in records:
-        asked = policies.get(record["method"], record["policy"])
-        if record["policy"] != json.loads(json.dumps(asked)):
+        expected = policies.get(record["method"], record["policy"])
+        if record["policy"] != json.loads(json.dumps(expected)):
             raise wrong(
                 "policy",
                 f"the answers in the folder were made by {record['method']} as "
-                f"{record['policy']}, and now it is {asked}",
+                f"{record['policy']}, and now it is {expected}",
                 "Choose another folder",
             )
 
 
-def _keys(questions: Iterable[AskedSample]) -> list[Key]:
-    return [one for asked in questions for one in asked.keys_of(asked.methods)]
+def _keys(questions: Iterable[SampleJob]) -> list[Key]:
+    return [one for job in questions for one in job.keys_of(job.methods)]
 
 
 def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]:

@@ -77,15 +77,15 @@ class Task(ABC):
             )
 
 
-def require_known_names(argument: str, given: Collection[str], known: Iterable[str]) -> None:
+def require_known_names(argument: str, names: Collection[str], known: Iterable[str]) -> None:
     """Check that at least one name is given and that all names are known.
 
     Raises:
         InvalidArgumentError: no name is given, or an unknown one.
     """
     known = tuple(known)
-    unknown = [name for name in given if name not in known]
-    if unknown or not given:
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
         problem = f"expected some of {', '.join(known)}, got {', '.join(unknown) or 'none'}"
         raise wrong(argument, problem, "Name those to run, or leave it out for all")
 

@@ -7,6 +7,7 @@ python -m snapkv_lab.experiments NAME ...   run one; add `--help` for its option
 
 import sys
 
+from snapkv.errors import wrong
 from snapkv.validation import nearest
 from snapkv_lab.experiments.experiment import load_experiments
 
@@ -19,10 +20,8 @@ def main() -> None:
         for each in experiments.values():
             print(f"{each.name:<24}{each.title}")
     else:
-        sys.exit(
-            f"experiments: expected one of {', '.join(experiments)}, got {name!r}"
-            f"{nearest(name, experiments)}"
-        )
+        problem = f"expected one of {', '.join(experiments)}, got {name!r}"
+        sys.exit(str(wrong("experiments", problem, nearest(name, experiments, "Choose one"))))
 
 
 if __name__ == "__main__":

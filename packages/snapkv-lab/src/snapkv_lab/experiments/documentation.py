@@ -81,13 +81,13 @@ def draw_overview(rows: list[Row]) -> "Figure":
         held, time = figure.subplots(1, 2)
         for place, (cache, label) in enumerate(labels.items()):
             own = sorted(select_rows(timed, cache=cache), key=lambda row: int(row["prompt_tokens"]))
-            at = [index + (place - 0.5) * _BAR for index in range(len(own))]
+            places = [index + (place - 0.5) * _BAR for index in range(len(own))]
             names = [f"{row['prompt_tokens']:,} prompt tokens" for row in own]
             for panel, heights in (
                 (held, [row["held_bytes"] / 2**20 for row in own]),
                 (time, [row["ms_per_token"]["p50"] for row in own]),
             ):
-                bars = panel.bar(at, heights, _BAR, label=label, color=_COLOURS[cache])
+                bars = panel.bar(places, heights, _BAR, label=label, color=_COLOURS[cache])
                 panel.bar_label(bars, fmt="{:.3g}", padding=2)
                 panel.set_xticks(range(len(own)), names)
         for panel, title in ((held, "keys and values, MiB"), (time, "ms per generated token")):

@@ -243,7 +243,8 @@ class Experiment:
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Run the experiment from the command line.
 
-        It measures and stores the rows, draws figures, and writes the page.
+        It measures and stores the rows, draws figures, and writes the page. If the results of the
+        run are not to be stored, it only prints the rows. With `--render` nothing is measured.
         """
         options = vars(self._parser().parse_args(arguments))
         render = options.pop("render", False)

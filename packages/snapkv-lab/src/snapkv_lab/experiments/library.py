@@ -170,27 +170,27 @@ class Shelf:
         cache, tensors = CompressedCache.load_with(self.file(text, way), self.loaded.model)
         return Part(input_ids=tensors["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
-    def read(self, asked: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
+    def read(self, case: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
         """Return a cache that has seen documents and question, and the logits of the next token."""
-        model, question = self.loaded.model, self.ids(asked.question)
+        model, question = self.loaded.model, self.ids(case.question)
         if method.way is None:
             cache = CompressedCache(model, method.policy)
-            question = self.ids(PREFIX, *asked.documents, asked.question)
+            question = self.ids(PREFIX, *case.documents, case.question)
         else:
-            parts = [self._part(text, method.way) for text in asked.documents]
+            parts = [self._part(text, method.way) for text in case.documents]
             cache = blend(model, parts, method.policy, recompute=method.recompute)
         logits: Tensor = model(question, past_key_values=cache, logits_to_keep=1).logits
         return cache, logits
 
 
 @torch.inference_mode()
-def answer_question(shelf: Shelf, asked: DocumentQuestion, method: JoinMethod) -> Row:
+def answer_question(shelf: Shelf, case: DocumentQuestion, method: JoinMethod) -> Row:
     """Feed the right answer to a cache of the documents, and return time, loss and correctness."""
-    for text in asked.documents:
+    for text in case.documents:
         if method.way is not None:
             shelf.file(text, method.way)
-    answer, started = shelf.ids(asked.answer), time.perf_counter()
-    cache, logits = shelf.read(asked, method)
+    answer, started = shelf.ids(case.answer), time.perf_counter()
+    cache, logits = shelf.read(case, method)
     seconds = time.perf_counter() - started
     if answer.shape[1] > 1:
         after = shelf.loaded.model(answer[:, :-1], past_key_values=cache).logits
@@ -212,20 +212,20 @@ def _measure_answers(
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf(context.loaded, Path(folder))
         answer_question(shelf, questions[0], methods[0])  # warms up
-        for number, asked in enumerate(questions):
+        for number, case in enumerate(questions):
             turn = number % len(methods)
             order = [*methods[turn:], *methods[:turn]]
-            answers = {method.name: answer_question(shelf, asked, method) for method in order}
-            ids = shelf.ids(PREFIX), *map(shelf.ids, asked.documents), shelf.ids(asked.question)
+            answers = {method.name: answer_question(shelf, case, method) for method in order}
+            ids = shelf.ids(PREFIX), *map(shelf.ids, case.documents), shelf.ids(case.question)
             yield {
                 "benchmark": "library",
                 "group": group,
-                "question": asked.question.splitlines()[-2],
-                "documents": len(asked.documents),
+                "question": case.question.splitlines()[-2],
+                "documents": len(case.documents),
                 "prompt_tokens": sum(each.shape[1] for each in ids),
                 "answers": {method.name: answers[method.name] for method in methods},
             }
-        texts = list(dict.fromkeys(text for asked in questions for text in asked.documents))
+        texts = list(dict.fromkeys(text for case in questions for text in case.documents))
         for way in {each.way.name: each.way for each in methods if each.way is not None}.values():
             yield {
                 "benchmark": "library",
@@ -269,8 +269,8 @@ def _tables(rows: list[Row]) -> Iterator[str]:
             yield from Listing(_SIZES, _TITLES[group]).parts(own)
             continue
         ways = [row for row in own if "way" in row]
-        asked = [row for row in own if "answers" in row]
-        yield from Listing(_ANSWERS, _TITLES[group], make_lines=_answers).parts(asked)
+        answered = [row for row in own if "answers" in row]
+        yield from Listing(_ANSWERS, _TITLES[group], make_lines=_answers).parts(answered)
         files = {
             f"{ways[0]['files']} documents, {ways[0]['tokens']:,} tokens": "{way}",
             "on disk": lambda row: f"{row['bytes'] / 1e6:.1f} MB",
@@ -280,12 +280,12 @@ def _tables(rows: list[Row]) -> Iterator[str]:
         yield from Listing(files).parts(ways)
 
 
-def _answers(asked: Sequence[Row]) -> Iterable[Row]:
+def _answers(answered: Sequence[Row]) -> Iterable[Row]:
     """Return a row for each method, with the average of all answers."""
-    right_in_full = [row for row in asked if row["answers"][_FULL.name]["right"]]
-    full = [row["answers"][_FULL.name]["seconds"] for row in asked]
-    for name in asked[0]["answers"]:
-        answers = [row["answers"][name] for row in asked]
+    right_in_full = [row for row in answered if row["answers"][_FULL.name]["right"]]
+    full = [row["answers"][_FULL.name]["seconds"] for row in answered]
+    for name in answered[0]["answers"]:
+        answers = [row["answers"][name] for row in answered]
         yield {
             "name": name,
             "seconds": median(each["seconds"] for each in answers),

@@ -32,9 +32,9 @@ _PARTS = 240
 """Number of equal parts of the text whose kept share is drawn."""
 
 
-def _measure(given: RunContext) -> Iterator[Row]:
+def _measure(context: RunContext) -> Iterator[Row]:
     """Answer the demo's question from a compressed and from the full cache."""
-    loaded = given.loaded
+    loaded = context.loaded
     ids = prompt_ids(loaded, demo_prompt(loaded.tokenizer), SETTINGS)
     for policy in (default_policy(), FullCache()):
         cache = CompressedCache(loaded.model, loaded.completed(policy))

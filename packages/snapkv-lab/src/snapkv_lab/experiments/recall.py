@@ -37,13 +37,13 @@ def _measure(context: RunContext) -> Iterator[Row]:
         text = "\n\n".join(haystack.pieces[start:])
         shape = {"tokens": context.tokens, "questions": context.questions}
         document = quoted_document(loaded.tokenizer, text, **shape)
-        for row in questions_asked(loaded.model, document, context.budgets):
+        for row in answer_rows(loaded.model, document, context.budgets):
             yield {"document": number, **row, "text": haystack.name}
     for row in _turns(context, haystack.text):
         yield row | {"text": haystack.name}
 
 
-def questions_asked(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
+def answer_rows(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
     """Yield a row for each contender, each budget and each question."""
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
@@ -79,9 +79,9 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
     ids, first = document.ids, document.quotes[0].question_ids
     if name == RECALL:
         read_once = Document(model, torch.tensor(ids), policy)
-        return lambda asked: ([*ids, *asked], read_once.inputs([asked])["past_key_values"])
+        return lambda question: ([*ids, *question], read_once.inputs([question])["past_key_values"])
     if name == AGAIN:
-        return lambda asked: ([*ids, *asked], CompressedCache(model, policy))
+        return lambda question: ([*ids, *question], CompressedCache(model, policy))
     # With PLAIN, later questions are asked of the cache that the first question left.
     known_ids, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
     with torch.no_grad():

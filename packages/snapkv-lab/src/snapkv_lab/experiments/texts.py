@@ -106,7 +106,7 @@ class TextMaker:
             hidden.append(self._encode(f" The {start} is {value}."))
             answer = f" {tail}\nAnswer: It is" if tail else f"\nAnswer: The {start} is"
             question = f"\n\nQuestion: What is the {start}?{answer}"
-            cases.append(self._asked(group, question, f" {value}"))
+            cases.append(self._make_question(group, question, f" {value}"))
         return QuestionedText(name=name, ids=self._hide_needles(tokens, hidden, draw), cases=cases)
 
     def _hide_needles(
@@ -133,11 +133,11 @@ class TextMaker:
         sample = next(iter(task.samples(self._tokenizer)))
         draw = random.Random(f"{SEED}/{name}")
         record = re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", sample.context)
-        asked = next(key for key, value in record if value == sample.references[0])
-        free = [pair for pair in record if pair[0] not in sample.plain_question or pair[0] == asked]
+        known = next(key for key, value in record if value == sample.references[0])
+        free = [pair for pair in record if pair[0] not in sample.plain_question or pair[0] == known]
         question = sample.plain_question + sample.answer_start
         cases = [
-            self._asked("lines", question.replace(asked, key), value)
+            self._make_question("lines", question.replace(known, key), value)
             for key, value in draw.sample(free, questions)
         ]
         return QuestionedText(name=name, ids=self._encode(sample.context), cases=cases)
@@ -146,15 +146,15 @@ class TextMaker:
         """Make a text of paragraphs from one article of SQuAD, with questions that they answer."""
         name = f"rag/{documents}/{index}"
         draw = random.Random(f"{SEED}/{name}")
-        asked = draw.choice(_squad())
-        passages = draw.sample([*asked.gold, *asked.near], documents)
+        chosen = draw.choice(_squad())
+        passages = draw.sample([*chosen.gold, *chosen.near], documents)
         answered = [one for one in _squad() if one.gold[0] in passages]
         cases, context = [], ""
         for question in draw.sample(answered, min(questions, len(answered))):
             sample = phrase_sample("", {}, passages, question.text, question.answers)
             context = sample.context
             longest = max(question.answers, key=len)
-            cases.append(self._asked("rag", sample.plain_question, f" {longest}"))
+            cases.append(self._make_question("rag", sample.plain_question, f" {longest}"))
         cases = [case for case in cases if len(case.answer_ids) > 1]
         return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
@@ -189,8 +189,8 @@ class TextMaker:
         library = sorted(Path(random.__file__).parent.glob("*.py"))
         files = [file for file in library if file.stat().st_size > 12 * tokens]
         lines = draw.choice(files).read_text("utf-8", errors="replace").splitlines(keepends=True)
-        room = sum(map(len, lines)) - 8 * (tokens + answer_tokens)
-        begin, seen = draw.randrange(max(room, 1)), 0
+        excess = sum(map(len, lines)) - 8 * (tokens + answer_tokens)
+        begin, seen = draw.randrange(max(excess, 1)), 0
         while seen < begin:
             seen += len(lines.pop(0))
         ids = self._encode("".join(lines))[: tokens + answer_tokens]
@@ -200,13 +200,13 @@ class TextMaker:
         case = TextQuestion(group=name.partition("/")[0], answer_ids=ids[-answer_tokens:], parts=())
         return QuestionedText(name=name, ids=ids[:-answer_tokens], cases=[case])
 
-    def _asked(self, group: str, question: str, answer: str) -> TextQuestion:
+    def _make_question(self, group: str, question: str, answer: str) -> TextQuestion:
         return _case(group, self._encode(question), self._encode(answer))
 
 
-def _case(group: str, asked: Sequence[int], ids: Sequence[int]) -> TextQuestion:
+def _case(group: str, question_ids: Sequence[int], ids: Sequence[int]) -> TextQuestion:
     parts = [range(1, len(ids))]
-    return TextQuestion(group=group, question_ids=asked, answer_ids=ids, parts=parts)
+    return TextQuestion(group=group, question_ids=question_ids, answer_ids=ids, parts=parts)
 
 
 def make_texts(context: Any, first: int) -> Iterator[QuestionedText]:
@@ -272,7 +272,7 @@ class ReadText:
         self._cache = CompressedCache(model, self._recorder)
         self.prompt = self._read(self._cache, context_ids)
 
-    def asked(self, question_ids: Sequence[int]) -> RecordedPrompt:
+    def with_question(self, question_ids: Sequence[int]) -> RecordedPrompt:
         """Return the text followed by a question, as a single prompt."""
         if not question_ids:
             return self.prompt
@@ -295,7 +295,7 @@ class ReadText:
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
+class PromptCases:
     """A prompt that will be compressed, with the questions that follow it.
 
     Attributes:
@@ -320,7 +320,7 @@ class AskedPrompt:
         return self._read_twice[policy.needs]
 
 
-def asked_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterator[AskedPrompt]:
+def make_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterator[PromptCases]:
     """Yield a prompt for each question after its text, or one prompt for all hidden questions."""
     if setting == "hidden":
         hidden = [
@@ -328,11 +328,11 @@ def asked_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterato
             for each in text.cases
         ]
         prompt = replace(read.prompt, question_tokens=0)
-        yield AskedPrompt(prompt, torch.tensor([list(text.ids)]), hidden)
+        yield PromptCases(prompt, torch.tensor([list(text.ids)]), hidden)
         return
     for case in text.cases:
         ids = torch.tensor([[*text.ids, *case.question_ids]])
-        yield AskedPrompt(read.asked(case.question_ids), ids, [case])
+        yield PromptCases(read.with_question(case.question_ids), ids, [case])
 
 
 @torch.inference_mode()
@@ -382,7 +382,7 @@ def question_rows(
     read: ReadText,
     text: QuestionedText,
     setting: str,
-    answers: Callable[[AskedPrompt], Iterable[list[Row]]],
+    answers: Callable[[PromptCases], Iterable[list[Row]]],
 ) -> Iterator[Row]:
     """Yield a row for each question about a text, with the answers of all methods.
 
@@ -396,12 +396,12 @@ def question_rows(
         answers: yields for each method a list with a row for every case of a prompt.
     """
     numbers = itertools.count()
-    for asked in asked_prompts(read, text, setting):
-        prompt = asked.prompt
-        full = [score_answer(prompt, prompt.compressed(FullCache()), case) for case in asked.cases]
+    for source in make_prompts(read, text, setting):
+        prompt = source.prompt
+        full = [score_answer(prompt, prompt.compressed(FullCache()), case) for case in source.cases]
         is_known = [any(each["right"]) or not each["right"] for each in full]
-        answers_by_way = list(answers(asked)) if any(is_known) else []
-        for place, case in enumerate(asked.cases):
+        answers_by_way = list(answers(source)) if any(is_known) else []
+        for place, case in enumerate(source.cases):
             yield {
                 "setting": setting,
                 "text": text.name,

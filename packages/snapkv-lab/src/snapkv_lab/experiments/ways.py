@@ -38,7 +38,7 @@ from snapkv_app.models import LoadedModel
 from snapkv_lab.experiments.experiment import RunContext
 from snapkv_lab.experiments.kvpress import Kvpress
 from snapkv_lab.experiments.texts import (
-    AskedPrompt,
+    PromptCases,
     QuestionedText,
     ReadText,
     TextQuestion,
@@ -160,43 +160,43 @@ class Answers:
     budget: Callable[[float, int], int | str] = percent_of_bytes
     sizes: Callable[[Ours, Any], Row] = share_held
 
-    def of(self, setting: Setting, asked: AskedPrompt) -> Iterator[list[Row]]:
+    def of(self, setting: Setting, source: PromptCases) -> Iterator[list[Row]]:
         """Yield the answers for each way in the setting.
 
         The answers of a way are a list with one row for every case.
         """
         for way, name, share in setting.compared:
-            yield [{"share": name} | row for row in self.rows(way, share, asked)]
+            yield [{"share": name} | row for row in self.rows(way, share, source)]
 
     @torch.inference_mode()
-    def rows(self, way: Way, share: float, asked: AskedPrompt) -> list[Row]:
+    def rows(self, way: Way, share: float, source: PromptCases) -> list[Row]:
         """Compress the prompt in one way, and return a row for each question.
 
         Each row has the method, the size of its cache, and the fields of `texts.score_answer`.
         """
         sizes, answers = (
-            self._ours(way, share, asked)
+            self._ours(way, share, source)
             if isinstance(way, Ours)
-            else self._theirs(way, share, asked)
+            else self._theirs(way, share, source)
         )
         return [{"method": way.name} | sizes | answer for answer in answers]
 
-    def _ours(self, way: Ours, share: float, asked: AskedPrompt) -> tuple[Row, Iterator[Row]]:
-        policy = self.loaded.completed(way.policy(self.budget(share, asked.ids.shape[1])))
-        prompt = asked.read_for(policy, self.loaded)
+    def _ours(self, way: Ours, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
+        policy = self.loaded.completed(way.policy(self.budget(share, source.ids.shape[1])))
+        prompt = source.read_for(policy, self.loaded)
         cache = prompt.compressed(policy, quantize=way.bits)
-        rows = (score_answer(prompt, copy.copy(cache), case) for case in asked.cases)
+        rows = (score_answer(prompt, copy.copy(cache), case) for case in source.cases)
         return self.sizes(way, cache.report()), rows
 
-    def _theirs(self, way: Theirs, share: float, asked: AskedPrompt) -> tuple[Row, Iterator[Row]]:
+    def _theirs(self, way: Theirs, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
         assert self.theirs is not None
         kept = share
         if way.bits and way.press:
             kept /= way.bits / (8 * self.loaded.model.dtype.itemsize) + 2 / QUANTO_GROUP
         how = {"press": way.press, "ratio": 1 - kept, "bits": way.bits}
-        held = self.theirs.ask(do="compress", ids=asked.ids.tolist(), **how)["held_bytes"]
-        full = asked.prompt.compressed(FullCache()).report().full_bytes
-        return {"held": round(held / full, 4)}, map(partial(_answer, self.theirs), asked.cases)
+        held = self.theirs.ask(do="compress", ids=source.ids.tolist(), **how)["held_bytes"]
+        full = source.prompt.compressed(FullCache()).report().full_bytes
+        return {"held": round(held / full, 4)}, map(partial(_answer, self.theirs), source.cases)
 
 
 def _answer(theirs: Kvpress, case: TextQuestion) -> Row:

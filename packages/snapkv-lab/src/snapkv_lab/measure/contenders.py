@@ -146,16 +146,16 @@ class Decoder:
             tokens: how many tokens to generate.
             options: further arguments of `generate`.
         """
-        at = [time.perf_counter()]
+        times = [time.perf_counter()]
 
         def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
             synchronize()
-            at.append(time.perf_counter())
+            times.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
         with self._contender.prepared(self._model):
             self._generate(tokens, stopping_criteria=[note], **options)
-        gaps = [1000 * (later - before) for before, later in itertools.pairwise(at)]
+        gaps = [1000 * (later - before) for before, later in itertools.pairwise(times)]
         return sum(gaps[:3]), gaps[3:]
 
     def _generate(self, tokens: int, **options: Any) -> None:
@@ -206,7 +206,7 @@ def transformers_contender(name: str) -> Contender:
     """
     if name not in FULL_CACHES:
         problem = f"expected one of {', '.join(FULL_CACHES)}, got {name!r}"
-        raise wrong("baseline", problem, f"Choose one of them{nearest(name, FULL_CACHES)}")
+        raise wrong("baseline", problem, nearest(name, FULL_CACHES, "Choose one of them"))
     return Contender(label=name, make=FULL_CACHES[name])
 
 

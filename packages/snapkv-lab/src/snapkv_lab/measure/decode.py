@@ -127,14 +127,14 @@ def throughput(
     Yields:
         One row per length and cache. A batch is never larger than `MOST_REQUESTS`.
     """
-    room = memory_bytes - weights_bytes(model)
+    free_bytes = memory_bytes - weights_bytes(model)
     for length, contender in itertools.product(lengths, contenders):
         fields: Row = {"bench": "throughput", "cache": contender.label, "length": length}
         fields["memory_bytes"] = memory_bytes
         requests = 0
         with contextlib.suppress(OutOfMemoryError), out_of_memory_explained(lambda: "one"):
             one = Decoder(contender, model, 1, length).held_bytes
-            requests = min(room // one, MOST_REQUESTS)
+            requests = min(free_bytes // one, MOST_REQUESTS)
         if requests < 1:
             yield fields | {"status": "out of memory", "batch": 0}
             continue

@@ -108,7 +108,8 @@ class FitGate(Study):
     def _read(self, loaded: "LoadedModel") -> Iterator[tuple[str, list[int]]]:
         """Yield the kind and the token ids of each text.
 
-        Kinds take turns, and each has all lengths.
+        The kinds take turns, and each kind has texts of all lengths. A text that the model could
+        not read twice is cut.
         """
         kinds, most = list(KINDS.items()), (loaded.max_tokens or 10**9) // 2 - 64
         for place in range(self.texts):

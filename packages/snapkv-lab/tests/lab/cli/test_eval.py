@@ -6,7 +6,6 @@ import re
 import pytest
 
 from snapkv_app.cli.fields import documented_arguments
-from snapkv_lab.cli.methods import make_methods
 from snapkv_lab.evaluate.tasks import TASKS
 
 NEEDLE = ("eval", "needle", "--lengths", "300,360", "--depths", 2, "--digits", 1, "--cloze")
@@ -101,18 +100,6 @@ def test_each_way_of_later_questions_is_a_method(snapkv, tiny_only, here):
     later = ("", " compress", " recall")
     methods = ("full", *(f"default@64{way}" for way in later))
     assert sorted(rows) == sorted((method, turn) for method in methods for turn in (1, 2))
-
-
-def test_baselines_come_first_then_every_policy_at_every_budget():
-    found = make_methods(["full"], ["snapkv,h2o", "snapkv:kernel_size=13,pooling=avg"], [512, 1024])
-    assert [method.label for method in found] == [
-        "full",
-        "snapkv@512", "snapkv@1024",
-        "h2o@512", "h2o@1024",
-        "snapkv:kernel_size=13,pooling=avg@512", "snapkv:kernel_size=13,pooling=avg@1024",
-    ]  # fmt: skip
-    assert [method.policy.budget for method in found[1:]] == [512, 1024] * 3
-    assert found[-1].policy.describe()["pooling"] == "avg"
 
 
 def test_every_setting_of_a_task_is_an_option_with_a_help_text(snapkv, monkeypatch):

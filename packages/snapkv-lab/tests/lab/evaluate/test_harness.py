@@ -9,7 +9,7 @@ from lm_eval.api.instance import Instance
 from snapkv import default_policy
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
-from snapkv.policies import H2O, RKV, AdaKV, FullCache, SnapKV
+from snapkv.policies import H2O, AdaKV, FullCache, SnapKV
 from snapkv_app.answering import answer
 from snapkv_app.cli.app import run
 from snapkv_app.likelihood import log_likelihoods
@@ -141,9 +141,7 @@ def ids(tiny):
     return context, tiny.tokenizer(" under the blue stone", return_tensors="pt").input_ids
 
 
-EVERY_WAY = [FullCache(), default_policy(40), AdaKV(SnapKV(40)), H2O(40), RKV(40)]
-
-
+EVERY_WAY = [FullCache(), default_policy(40), H2O(40)]
 HYBRID = {"family": "lfm2", "layer_types": ["conv", "full_attention"]}
 WAYS = [*(({}, policy) for policy in EVERY_WAY), (HYBRID, AdaKV(SnapKV(40)))]
 

@@ -7,12 +7,10 @@ import copy
 import hashlib
 import json
 import zipfile
-from dataclasses import replace
 
 import pytest
 
 from snapkv.errors import DocumentError, MissingDependencyError
-from snapkv_app.cli.app import run
 from snapkv_lab.evaluate.tasks import LongBench
 from snapkv_lab.evaluate.tasks.longbench import (
     HUB,
@@ -22,7 +20,6 @@ from snapkv_lab.evaluate.tasks.longbench import (
     prompt_format,
     read_rows,
 )
-from tests.lab.evaluate.tiny import tiny_loaded
 
 MISTRAL = "mistralai/Mistral-7B-Instruct-v0.2"
 TEXT = "The gate opens at nine. The key is under the blue stone. A cat sleeps on the wall. "
@@ -273,18 +270,3 @@ def test_prompts_are_wrapped_as_in_the_paper_s_run(demo, data, model, before, be
     assert not prompt.has_special_tokens
     text = bare.prompt(tokenizer, "longbench", "visible").text
     assert text == bare.context + bare.question
-
-
-def test_table_shows_the_papers_scores_of_the_model(demo, data, tmp_path, monkeypatch, capsys):
-    loaded = replace(tiny_loaded(demo.tokenizer, positions=8192), name=MISTRAL)
-    monkeypatch.setattr("snapkv_app.cli.loading.load", lambda **_: loaded)
-    monkeypatch.setenv("COLUMNS", "120")
-    command = ["eval", "longbench", "--data", str(data), "--datasets", "trec,samsum"]
-    command += ["--policy", "snapkv", "--baseline", "none", "--budget", "64", "--limit", "1"]
-    assert run([*command, "--results", str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown]
-    rows = {cells[0]: cells for cells in lines if cells}
-    assert rows["paper: full"][2:5] == ["71.0", "43.0", "57.0"]
-    assert rows["paper: h2o@4096"][2:4] == ["70.5", "43.0"]
-    assert len(rows["snapkv@64"]) == len(rows["paper: full"])

@@ -10,7 +10,7 @@ import pytest
 from snapkv.errors import InvalidArgumentError, OutOfMemoryError
 from snapkv_app.models import load
 from snapkv_lab.evaluate import on_ray
-from snapkv_lab.evaluate.asking import AskedSample
+from snapkv_lab.evaluate.asking import SampleJob
 from snapkv_lab.evaluate.on_ray import MOST_TRIES, OnRay
 from snapkv_lab.evaluate.runner import Run
 from snapkv_lab.evaluate.store import LOST, record_key
@@ -98,7 +98,7 @@ def played(monkeypatch):
 def work(demo):
     samples = list(TASK.samples(demo.tokenizer))
     given = {"question": "visible", "methods": METHODS, "task": TASK, "template": "tokenizer"}
-    return [AskedSample(sample=one, **given) for one in samples]
+    return [SampleJob(sample=one, **given) for one in samples]
 
 
 def wanted(work):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from snapkv import FullCache, KVzip, SnapKV, default_policy
 from snapkv.errors import OutOfMemoryError
@@ -55,41 +54,6 @@ def test_question_of_every_turn_votes(tiny):
     for found, prompt in zip(answers, prompts, strict=True):
         voters = max(16, prompt.question_tokens(tiny.tokenizer))
         assert found.policy == replace(policy, voters=voters).describe()
-
-
-def test_full_cache_answers_each_turn_as_if_the_conversation_were_read_again(tiny, tmp_path):
-    """The reference reads every turn's text from its start, and continues greedily."""
-    template = "tokenizer"
-    run = run_of(tiny, [Method(label="full", policy=FullCache())], template=template)
-    run.evaluate(tmp_path / "out")
-    said = {record["sample"]: record["prediction"] for record in records(tmp_path / "out")}
-    end = tiny.tokenizer.eos_token_id
-    for sample in run.task.samples(tiny.tokenizer):
-        ids = None
-        for turn in sample.turns:
-            if ids is None:
-                prompt = sample.prompt(tiny.tokenizer, template, "visible")
-                ids = prompt.token_ids(tiny.tokenizer)[0].tolist()
-            else:
-                ended = ids[-1] == end
-                text = turn.later_turn(tiny.tokenizer, template).text
-                ids = ids[:-1] if ended else ids
-                own = tiny.tokenizer.decode([end])
-                text = own + text if ended and not text.startswith(own) else text
-                ids = ids + tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
-            start = len(ids)
-            output = tiny.model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids)),
-                max_new_tokens=turn.settings.max_new_tokens,
-                stop_strings=list(turn.settings.stop_strings),
-                tokenizer=tiny.tokenizer,
-                do_sample=False,
-                pad_token_id=end,
-            )
-            ids = output[0].tolist()
-            text = tiny.tokenizer.decode(ids[start:], skip_special_tokens=True)
-            assert said[turn.name] == text.partition("\n")[0]
 
 
 def test_append_compress_and_recall_keep_the_documented_tokens(tiny, tmp_path, monkeypatch):

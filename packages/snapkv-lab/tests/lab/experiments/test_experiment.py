@@ -82,33 +82,6 @@ def test_small_runs_store_nothing_and_rendering_measures_nothing(toy, capsys):
     assert (len(asked), own.page.exists()) == (5, True)
 
 
-def test_run_of_cases_continues_after_the_cases_with_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "RESULTS", tmp_path)
-    measured = []
-
-    def measure(context, case):
-        measured.append(case.name)
-        if case.name == "b" and len(measured) == 2:
-            raise KeyboardInterrupt
-        yield {"text": case.name, "value": 1}
-
-    own = Experiment(
-        name="toy",
-        title="A toy",
-        measure={"main": measure},
-        cases=lambda context, part: [Experiment(name=name, title=part) for name in "abc"],
-        describe=lambda context: ABOUT,
-        tables=[Listing({"text": "{text}"}, where={"part": "main"})],
-    )
-    with pytest.raises(KeyboardInterrupt):
-        own.main([])
-    own.main([])
-    assert measured == ["a", "b", "b", "c"]
-    run, *rows = read_rows(own.rows)
-    assert run == {"run": "main", **ABOUT}
-    assert [row["text"] for row in rows] == ["a", "b", "c"]
-
-
 def test_cells_are_patterns_or_functions_of_a_row():
     spread = {"p20": 1.0, "p50": 2.0, "p80": 3.5}
     rows = [{"ms": spread, "held": 2**20, "none": None}]

@@ -11,9 +11,9 @@ from snapkv_lab.experiments.texts import (
     Count,
     ReadText,
     TextMaker,
-    asked_prompts,
     count_right,
     list_answers,
+    make_prompts,
     score_answer,
 )
 from snapkv_lab.experiments.ways import right_cell
@@ -37,7 +37,8 @@ def read(tiny, text):
 def test_question_after_a_copied_cache_is_read_as_one_prompt(tiny, text, read):
     question = text.cases[0].question_ids
     both = [*text.ids, *question]
-    branch, whole = read.asked(question), read_prompt(tiny.model, both, recorded_queries=len(both))
+    branch = read.with_question(question)
+    whole = read_prompt(tiny.model, both, recorded_queries=len(both))
     close = {"atol": 1e-3, "rtol": 1e-4}
     torch.testing.assert_close(branch.last_logits, whole.last_logits, **close)
     for one, other in zip(branch.layers, whole.layers, strict=True):
@@ -63,7 +64,7 @@ def by_hand(prompt, cache, case):
 @pytest.mark.parametrize("policy", [FullCache(), default_policy(64), TOVA(64)], ids=repr)
 def test_scored_answer_equals_one_by_hand(policy, text, read):
     (visible, *_), (hidden,) = (
-        list(asked_prompts(read, text, each)) for each in ("visible", "hidden")
+        list(make_prompts(read, text, each)) for each in ("visible", "hidden")
     )
     assert hidden.prompt.prompt_tokens == len(text.ids) < visible.prompt.prompt_tokens
     for prompt, case in ((visible.prompt, visible.cases[0]), (hidden.prompt, hidden.cases[0])):

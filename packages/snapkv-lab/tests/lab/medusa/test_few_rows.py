@@ -35,18 +35,6 @@ def test_fast_rows_give_the_numbers_of_the_linear_layer(shape, bias):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_transposed_product_is_used_only_for_few_rows(monkeypatch):
-    layer, used = Linear(16, 8), []
-    mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *pair: used.append(pair[0]) or mm(*pair))
-    with fast_few_rows(layer):
-        for rows in range(1, MOST_ROWS + 2):
-            layer(torch.randn(rows, 16))
-            assert len(used) == min(rows, MOST_ROWS) - 1
-    assert all(first is layer.weight for first in used)
-
-
 def test_other_layers_dtypes_and_training_are_left_alone():
     layers = ModuleList([Doubled(4, 4), Linear(4, 4, dtype=torch.bfloat16), Linear(4, 4)])
     with fast_few_rows(layers):
@@ -77,3 +65,15 @@ def test_linear_layers_are_restored_after_a_text_or_an_error():
         )
     assert min(seen) > 0
     assert replaced(model) == 0
+
+
+@torch.no_grad()
+def test_transposed_product_is_used_only_for_few_rows(monkeypatch):
+    layer, used = Linear(16, 8), []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *pair: used.append(pair[0]) or mm(*pair))
+    with fast_few_rows(layer):
+        for rows in range(1, MOST_ROWS + 2):
+            layer(torch.randn(rows, 16))
+            assert len(used) == min(rows, MOST_ROWS) - 1
+    assert all(first is layer.weight for first in used)

@@ -8,7 +8,7 @@ import pytest
 from snapkv_lab import drawing
 from snapkv_lab.report import figures
 from tests.lab.evaluate.tiny import Keys
-from tests.lab.report.runs import answered, grid, results, row, sets
+from tests.lab.report.runs import answered, grid, results, sets
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -65,12 +65,6 @@ def test_the_models_positions_end_at_a_dashed_line():
     unlimited = grid()
     unlimited.run["model"] = {**unlimited.run["model"], "max_tokens": None}
     assert lines(unlimited) == [[], [], []]
-
-
-def test_lengths_of_sets_are_names():
-    cells = [{"length": "0-4k", "depth": 50}, {"length": "8k+", "depth": 50}]
-    run = results(grid().task, [row("full", cell, 0.5) for cell in cells])
-    assert ticks(panels(figures.draw(run)["scores"])[0].xaxis) == ["0-4k", "8k+"]
 
 
 def test_named_columns_are_groups_of_bars_and_a_mean():

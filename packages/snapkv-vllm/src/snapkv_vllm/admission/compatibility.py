@@ -19,7 +19,7 @@ MOVABLE = (*_PLAIN, *FP8)
 
 
 class Parts(TypedDict, total=False):
-    """The objects that are checked for conflicts, as far as they are known at the time."""
+    """The objects in which conflicts are looked for, as far as they are known at the time."""
 
     settings: Any  # the server's `ServingSettings`
     engine: Any  # vLLM's configuration
@@ -35,7 +35,7 @@ _Find = Callable[[Any], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A condition under which some options are refused."""
+    """A condition under which some options are refused. It is one half of a `Row`."""
 
     part: str  # the key of `Parts` where `find` looks
     words: str
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Option:
-    """An option that is refused in some cases."""
+    """An option that is refused in some cases. It is the other half of a `Row`."""
 
     part: str  # the key of `Parts` where `find` looks
     name: str  # "" if `find` returns the name of the option instead of its value
@@ -54,9 +54,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: an option, the case in which it is refused, the reason and the remedy.
+    """One row of the table: an option, the case in which it is refused, the reason, and the remedy.
 
-    By default the remedy is to leave one of the two out.
+    By default the remedy is to remove one of the two.
     """
 
     option: Option
@@ -66,11 +66,11 @@ class Row:
 
     @property
     def parts(self) -> set[str]:
-        """The names of the two parts in which the option and the case are looked up."""
+        """The keys of the one or two parts in which the option and the case are looked up."""
         return {self.option.part, self.case.part}
 
     def refuse(self, parts: Mapping[str, Any]) -> None:
-        """Raise if both the option and the case are found in `parts`.
+        """Check that `parts` does not contain both the option and the case of this row.
 
         Raises:
             UnsupportedModelError: the row is about the configuration of the engine.
@@ -83,21 +83,21 @@ class Row:
         name = parts.get("client_names", {}).get(name, name)
         because = f", because {self.why}" if self.why else ""
         removable = " or ".join(filter(None, (_typed(option.part, name), case.option)))
-        remedy = self.remedy or f"Leave {removable} out"
+        remedy = self.remedy or f"Remove {removable}"
         error = wrong(name, f"{value} is not supported {case.words}{because}", remedy)
         is_engine = "engine" in self.parts and "request" not in self.parts
         raise UnsupportedModelError(str(error)) if is_engine else error
 
 
 def _typed(part: str, name: str) -> str:
-    """Return the option as the user wrote it, or "" if it cannot be left out."""
+    """Return the option as the user wrote it, or an empty text if it cannot be left out."""
     if name in ("model", "prompt"):
         return ""
     return name if part in ("extra_args", "request") else f"--{name.replace('_', '-')}"
 
 
 def require_compatible(**parts: Unpack[Parts]) -> None:
-    """Raise if the given parts contain an option that conflicts with another one.
+    """Check that the given parts contain no option that conflicts with another one.
 
     Rows of the table that need a part which is not given are skipped.
 
@@ -137,7 +137,9 @@ def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
 
 
 def _several(argument: str, attribute: str = "") -> Option:
-    """Return the option that a number of processes is above 1; not every vLLM has every number."""
+    """Return the option that a number of processes is above 1. A version of vLLM without this
+    number counts as 1.
+    """
 
     def find(config: Any) -> object:
         count = getattr(config.parallel_config, attribute or argument, 1)
@@ -255,7 +257,7 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
     WITH_LIMIT: (
         (DRAFTS, "a rejected draft would have counted"),
         (NAMES_SPANS, "their tokens may have been evicted by then"),
-        (STREAMING_INPUT, _CONTINUES, "Send whole requests, or leave --decode-budget out"),
+        (STREAMING_INPUT, _CONTINUES, "Send whole requests, or remove --decode-budget"),
     ),
     RKV_EVICTS: ((LATENT, "latents cannot be compared as keys", "Pass --decode-policy tova"),),
     TOVA_EVICTS: ((TENSOR, _AVERAGES, "Pass --decode-policy r-kv"),),
@@ -274,7 +276,7 @@ _TABLE: dict[Case, tuple[tuple[Option, *tuple[str, ...]], ...]] = {
         (SLEEP, "an engine that sleeps loses its cache"),
         *((untested, _UNTESTED) for untested in (DIMENSIONS, DRAFTS, LATENT, PIPELINE)),
     ),
-    WITHOUT_SESSIONS: ((IN_SESSION, "", "Leave it out, or start the server with --sessions"),),
+    WITHOUT_SESSIONS: ((IN_SESSION, "", "Remove it, or start the server with --sessions"),),
     WITH_DIMENSIONS: ((IMAGES, _UNTESTED, f"Send it with {PREFIX}budget 0"),),
     WITH_SPANS: ((STREAMING_INPUT, _CONTINUES, "Send it as one request"),),
     WITH_BEAMS: ((ANY_SETTING, "inside vLLM the requests of a beam have no settings"),),

@@ -23,26 +23,30 @@ DECODE_POLICIES = ("r-kv", "tova", "streaming-llm")
 
 
 class ConfigEntry:
-    """A dataclass that is written into `additional_config` without the fields that have their
-    default.
+    """The base class of dataclasses that are written into `additional_config`. Fields that have
+    their default value are left out.
     """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the object from the output of `to_config`.
+        """Build an object of this class from the output of `to_config`.
 
         Raises:
-            RefusedError: `config` has an unknown name.
+            RefusedError: `config` has an unknown name, or two values do not go together.
+            InvalidArgumentError: a value is out of range.
+            InvalidTypeError: a value has the wrong type.
         """
         known = [one.name for one in fields(cast(Any, cls))]
         for name in config:
             if name not in known:
-                problem = f"expected {', '.join(known)}, got {name!r}"
-                raise wrong(cls.__name__.lower(), problem, f"Leave it out{nearest(name, known)}")
+                problem = f"there is no limit with the name {name!r}, only {', '.join(known)}"
+                raise wrong(cls.__name__.lower(), problem, nearest(name, known, "Remove it"))
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults; they can be written as JSON."""
+        """Return the fields that differ from their default values, as a dictionary that can be
+        written as JSON.
+        """
         defaults = {one.name: one.default for one in fields(cast(Any, self))}
         own = asdict(cast(Any, self))
         return {name: value for name, value in own.items() if value != defaults[name]}
@@ -50,7 +54,8 @@ class ConfigEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(ConfigEntry):
-    """The limits of a server for every request. A request may lower them but not raise them.
+    """The limits of a server that apply to every request. A request may lower these limits, but it
+    cannot raise them.
 
     Args:
         decode_budget: how many tokens of prompt and answer every head stores while a request
@@ -68,25 +73,32 @@ class Limits(ConfigEntry):
     evict_every: int = DEFAULT_EVERY
 
     def __post_init__(self) -> None:
+        """Check the values of the limits, and that they can be used together.
+
+        Raises:
+            InvalidArgumentError: a value is out of range or has no effect, or the two numbers of
+                tokens do not go together.
+            InvalidTypeError: a value has the wrong type.
+        """
         require_int("decode_budget", self.decode_budget, minimum=0)
         require_int("evict_every", self.evict_every, minimum=1)
         require_choice("decode_policy", self.decode_policy, DECODE_POLICIES)
         every, own = self.evict_every, self.to_config()
         if not self.decode_budget and own:
             problem = "this limit has no effect without a decode_budget"
-            raise wrong(next(iter(own)), problem, "Pass decode_budget as well, or leave it out")
+            raise wrong(next(iter(own)), problem, "Pass decode_budget as well, or remove this")
         if 0 < self.decode_budget <= every:
-            more = f"more than the {every} tokens between two evictions"
-            problem = f"expected {more}, got {self.decode_budget}"
-            raise wrong("decode_budget", problem, "Raise it, or lower evict_every")
+            more = f"more than evict_every, which is {every}"
+            problem = f"this must be {more}, got {self.decode_budget}"
+            raise wrong("decode_budget", problem, "Use a larger value, or a smaller evict_every")
         if every < (needed := self.pending_queries_per_answer):
-            least = f"at least {needed}, because {self.decode_policy} looks at that many queries"
-            problem = f"expected {least}, got {every}"
-            raise wrong("evict_every", problem, "Raise it, or choose another decode_policy")
+            least = f"at least {needed}, because {self.decode_policy} needs {needed} queries"
+            problem = f"this must be {least}, got {every}"
+            raise wrong("evict_every", problem, "Use a larger value or another decode_policy")
 
     def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
-        """Return the limit on what a request stores while it generates, or None if there is no
-        limit.
+        """Return the limit on the tokens that a request stores while it generates. The result is
+        None if there is no limit.
 
         Args:
             tokens: the `decode_budget` of the request; None takes that of the server.
@@ -104,43 +116,44 @@ class Limits(ConfigEntry):
         if not self.decode_budget:
             if not tokens:
                 return None
-            problem = f"expected none on this server, which does not limit answers, got {tokens}"
-            remedy = "Leave it out, or start the server with --decode-budget"
+            problem = f"this server does not limit the length of answers, got {tokens}"
+            remedy = "Remove this setting, or start the server with --decode-budget"
             raise wrong("decode_budget", problem, remedy)
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
         if prompt_policy is None:
             problem = "expected at least 1 on a server with a decode budget, got 0"
-            raise wrong("budget", problem, f"Pass {tokens - every} or less")
+            raise wrong("budget", problem, f"Use a number between 1 and {tokens - every}")
         if tokens < (needed := count_kept_tokens(prompt_policy, MOST) + every):
-            parts = f"the kept tokens of a prompt and the {every} tokens between two evictions"
-            problem = f"expected at least {needed} for {parts}, got {tokens}"
-            raise wrong("decode_budget", problem, "Raise it, or lower the budget or evict_every")
+            parts = f"which is the sum of the kept tokens of a prompt and evict_every ({every})"
+            problem = f"this must be at least {needed}, {parts}, got {tokens}"
+            raise wrong("decode_budget", problem, "Increase it, or reduce budget or evict_every")
         policy = self._eviction_policy(tokens - every)
         return AnswerLimit(policy=policy, max_tokens=tokens, evict_every=every)
 
     def _eviction_policy(self, kept_tokens: int) -> EvictingPolicy:
-        """Build the method that evicts, so that `kept_tokens` tokens are left.
+        """Build the method that evicts tokens from an answer, so that `kept_tokens` tokens are
+        left.
 
         Raises:
             RefusedError: `kept_tokens` is less than the method needs.
         """
-        kind: Callable[..., Policy] = POLICIES[self.decode_policy]
+        method: Callable[..., Policy] = POLICIES[self.decode_policy]
         options: dict[str, dict[str, Any]] = {
             RKV.name: {"evict_every": self.evict_every},
             StreamingLLM.name: {"positions": "original"},
         }
         own = options.get(self.decode_policy, {})
         try:
-            return cast(EvictingPolicy, kind(budget=kept_tokens, **own))
+            return cast(EvictingPolicy, method(budget=kept_tokens, **own))
         except InvalidArgumentError as error:
             total, reason = kept_tokens + self.evict_every, str(error).rstrip(".")
-            beside = f"next to the {self.evict_every} tokens between two evictions ({reason})"
-            problem = f"{total} is too small for {self.decode_policy} {beside}"
-            raise wrong("decode_budget", problem, "Raise it") from None
+            cause = f"if {self.evict_every} tokens are evicted at a time ({reason})"
+            problem = f"{total} is not enough for the method {self.decode_policy}, {cause}"
+            raise wrong("decode_budget", problem, "Use a larger number of tokens") from None
 
     @property
     def pending_queries_per_answer(self) -> int:
-        """How many recorded queries of one answer may wait for the next eviction."""
+        """How many recorded queries of one answer may be waiting for the next eviction."""
         if not self.decode_budget:
             return 0
         return count_eviction_queries(self._eviction_policy(self.decode_budget - self.evict_every))
@@ -148,7 +161,7 @@ class Limits(ConfigEntry):
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions(ConfigEntry):
-    """The limit of a server on the memory that the histories of sessions take.
+    """The limit of a server on the memory that is taken by the histories of sessions.
 
     Args:
         most_bytes: the bytes of all histories together; 0 for a quarter of the cache of the engine.
@@ -165,5 +178,5 @@ class Sessions(ConfigEntry):
 
     @property
     def summary(self) -> str:
-        """The limit in words, for the log."""
+        """The limit as a text for the log of the server."""
         return format_bytes(self.most_bytes) if self.most_bytes else "a quarter of the cache"

@@ -30,8 +30,8 @@ def _adakv(*, safeguard: float = AdaKV.safeguard, **of_scores: Any) -> AdaKV:
     return AdaKV(SnapKV(**of_scores), safeguard=safeguard)
 
 
-def _default(**given: Any) -> SnapKV:
-    return SnapKV(**default_parameters(given))
+def _default(**parameters: Any) -> SnapKV:
+    return SnapKV(**default_parameters(parameters))
 
 
 METHODS: dict[str, Callable[..., Policy]] = {
@@ -48,19 +48,21 @@ _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameter_names(method: str) -> list[str]:
-    """Return the names of the parameters of a method without its budget.
+    """Return the names of the parameters that a method has on a server. These are all parameters
+    except the budget and a method inside it.
 
     They include those of the method inside it that computes the scores.
     """
     around = {DEFAULT: (SnapKV,), AdaKV.name: (SnapKV, AdaKV), AcrossLayers.name: (SnapKV,)}
     sources = around.get(method) or (POLICIES[method],)
-    names = [one.name for kind in sources for one in fields(kind) if one.init]
+    names = [one.name for source in sources for one in fields(source) if one.init]
     return [name for name in names if name not in _UNSERVABLE]
 
 
 @dataclass(frozen=True)
 class WithSpans(Policy):
-    """A method together with the spans that a request drops, protects or compresses.
+    """A method of compression, together with the spans of the prompt that a request drops, protects
+    or compresses.
 
     The library has the same result with ``protect`` over all of these spans, a budget that also
     counts the tokens that they drop, and a call of `CompressedCache.drop` after the prompt.
@@ -83,6 +85,12 @@ class WithSpans(Policy):
     span_policies: tuple[Policy, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check that the budget of the method is large enough for all spans.
+
+        Raises:
+            InvalidArgumentError: the method cannot protect tokens, or the spans do not fit into its
+                budget.
+        """
         if self.policy is None:
             return
         self.policy.require_protection(self.spans.all_spans)
@@ -99,30 +107,38 @@ class WithSpans(Policy):
 
     @property
     def query_tokens(self) -> int:
-        """The largest number of queries that one of the methods needs."""
+        """The number of queries that are needed, which is the largest number that one of the
+        methods needs.
+        """
         return max((one.query_tokens for one in self._methods), default=0)
 
     @property
     def window_tokens(self) -> int:
-        """The longest window of the methods; see `count_window_tokens`."""
+        """The length of the longest observation window of the methods; see
+        `count_window_tokens`.
+        """
         return max(map(count_window_tokens, self._methods), default=0)
 
     @property
     def per_head_budget(self) -> bool:  # type: ignore[override] # depends on the instance
-        """Whether the heads of a layer keep different numbers of tokens."""
+        """Whether the heads of a layer may keep different numbers of tokens."""
         return self.policy is not None and self.policy.per_head_budget
 
     def count_kept_tokens(self, prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt a KV head keeps on average."""
+        """Return how many tokens of a prompt each KV head keeps on average, without the tokens that
+        the spans drop.
+        """
         chosen = count_kept_tokens(self.policy, prompt_tokens) if self.policy else prompt_tokens
         return chosen - self.spans.dropped_tokens
 
     def select(self, layer: PromptLayer) -> Selection:
-        """Select the tokens of a prompt from which nothing was dropped before."""
+        """Select the tokens that are kept of a prompt, if no tokens of the prompt were dropped
+        before.
+        """
         return self.select_with_positions(layer, _slot_positions(layer))
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor) -> Selection:
-        """Select among the stored tokens of a prompt of which other tokens were dropped before.
+        """Select the tokens that are kept of a prompt, if some of its tokens were dropped before.
 
         Args:
             layer: the stored tokens.
@@ -135,7 +151,7 @@ class WithSpans(Policy):
     def protect_spans(
         self, layer: PromptLayer, positions: Tensor | None = None
     ) -> tuple[PromptLayer, Tensor]:
-        """Protect the tokens of all spans, and find out which of them are dropped.
+        """Protect the tokens of all spans, and find out which of these tokens are dropped.
 
         Args:
             layer: the stored tokens.
@@ -155,7 +171,7 @@ class WithSpans(Policy):
 
 
 def _slot_positions(layer: PromptLayer) -> Tensor:
-    """Return the position of each slot in a layer from which no tokens were dropped.
+    """Return the position of the token in each slot, for a layer from which no tokens were dropped.
 
     Returns:
         An int64 tensor of shape (rows, 1, S).
@@ -165,7 +181,7 @@ def _slot_positions(layer: PromptLayer) -> Tensor:
 
 
 def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
-    """Return a mask of the tokens that the method keeps.
+    """Return a mask that marks the tokens that the method keeps.
 
     Returns:
         A Boolean tensor of shape (rows, H or 1, S).
@@ -180,25 +196,31 @@ def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
 
 
 def count_sink_tokens(policy: Policy) -> int:
-    """Return how many first tokens the method always keeps: its attention sinks."""
+    """Return how many tokens at the beginning are always kept by the method, as its attention
+    sinks.
+    """
     tokens: int = getattr(policy, "sink_tokens", getattr(policy, "start", 0))
     return tokens
 
 
 def count_window_tokens(policy: Policy) -> int:
-    """Return how many last tokens the method always keeps: its observation window."""
+    """Return how many tokens at the end are always kept by the method, as its observation
+    window.
+    """
     scores = scoring_policy(policy)
     tokens: int = getattr(scores, "window_size", scores.query_tokens)
     return tokens
 
 
 def scoring_policy(policy: Policy) -> Policy:
-    """Return the method that computes the scores, without the methods around it."""
+    """Return the method that computes the scores, without the methods that are wrapped
+    around it.
+    """
     return policy.policy if isinstance(policy, AdaKV | AcrossLayers) else policy
 
 
 def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
-    """Return how many tokens of a prompt a KV head keeps on average."""
+    """Return how many tokens of a prompt each KV head keeps on average."""
     if isinstance(policy, WithSpans):
         return policy.count_kept_tokens(prompt_tokens)
     budget: int = getattr(scoring_policy(policy), "budget", prompt_tokens)
@@ -206,7 +228,7 @@ def count_kept_tokens(policy: Policy, prompt_tokens: int) -> int:
 
 
 def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
-    """Check that the spans of a request lie inside its prompt.
+    """Check that all spans of a request lie inside its prompt.
 
     Args:
         policy: the method of the request; one without spans is always accepted.
@@ -220,7 +242,7 @@ def require_spans_fit(policy: Policy | None, prompt_tokens: int) -> None:
 
 
 def require_can_protect_first(policy: Policy, tokens: int) -> None:
-    """Raise unless the method can protect the first `tokens` tokens of a prompt.
+    """Check that the method can protect the first `tokens` tokens of a prompt.
 
     Raises:
         InvalidArgumentError: the method cannot protect tokens, or has too small a budget for them.

@@ -34,7 +34,7 @@ SPANS = "spans"
 SESSION = "session"
 """The setting that names the session whose history a request continues."""
 
-SESSIONS_METHOD = PREFIX + "asked"
+SESSIONS_METHOD = PREFIX + "call_sessions"
 """The method that the plugin adds to vLLM's `EngineCore` so that the web server can call
 `SessionStore`.
 """
@@ -75,7 +75,9 @@ NOT_FOUND, CONFLICT, INSUFFICIENT_STORAGE = 404, 409, 507
 
 
 class RefusedError(InvalidArgumentError):
-    """The error for a request that is refused; `status` is the HTTP status of the response."""
+    """The error that is raised if a request is refused. Its attribute `status` is the HTTP status
+    of the response.
+    """
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -83,7 +85,7 @@ class RefusedError(InvalidArgumentError):
 
 
 def wrong(argument: str, problem: str, remedy: str, status: int = 400) -> RefusedError:
-    """Build the error that says what is wrong with a request's field or setting, and what to do
+    """Build the error that says what is wrong with a field or setting of a request, and what to do
     instead.
 
     Args:
@@ -120,14 +122,14 @@ def reason_of(error: Exception) -> str:
 
 
 def printable(name: str) -> str:
-    """Escape `name` so that it fits on one line of an error message. A long name is shortened."""
+    """Escape a name so that it fits on one line of an error message. A long name is shortened."""
     plain = name.encode("unicode_escape").decode()
     return plain if len(plain) <= MAX_SHOWN else f"{plain[:MAX_SHOWN]}..."
 
 
 def describe(value: object) -> str:
-    """Describe a client's value for an error message: a text in quotes, any other value by its
-    type.
+    """Describe a value that a client has sent, for an error message: a text in quotes, and any
+    other value by its type.
     """
     if isinstance(value, str):
         return f"'{printable(value)}'"
@@ -135,7 +137,7 @@ def describe(value: object) -> str:
 
 
 def require_readable(name: str, value: Any) -> None:
-    """Raise unless `value` is short enough to be printed in an error message.
+    """Check that a value is short enough to be printed in an error message.
 
     Raises:
         InvalidTypeError: the value is None.
@@ -143,7 +145,7 @@ def require_readable(name: str, value: Any) -> None:
             printed.
     """
     if value is None:
-        raise InvalidTypeError(f"{name}: expected a value, got null. Leave {name} out.")
+        raise InvalidTypeError(f"{name}: expected a value, got null. Remove {name}.")
     try:
         fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
         fits = fits and len(repr(value)) <= 2 * MAX_SHOWN
@@ -178,43 +180,44 @@ answers all requests, so its time must be limited.
 """
 
 
-def require_few_names(argument: str, given: Mapping[Any, Any]) -> None:
-    """Raise if an object of a request has more than 1,000 names.
+def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
+    """Check that an object of a request does not have more than 1,000 names.
 
     Raises:
         RefusedError: the object has too many names.
     """
-    if len(given) > _MAX_NAMES:
-        problem = f"expected at most {_MAX_NAMES:,} names in the object, got {len(given):,}"
+    if len(fields) > _MAX_NAMES:
+        problem = f"expected at most {_MAX_NAMES:,} names in the object, got {len(fields):,}"
         raise wrong(argument, problem, "Leave out the names that the server does not know")
 
 
-def own_settings(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the snapkv settings of a request, by their names without the prefix.
+def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the settings of a request that belong to this package, by their names without the
+    prefix.
 
     Args:
-        given: the `extra_args` of the request. Settings of other software are ignored.
+        extra_args: those of the request. Settings of other software are ignored.
 
     Raises:
         RefusedError: there are too many names, or a setting is written without its prefix or with a
             misspelled one.
     """
-    require_few_names(XARGS, given)
+    require_few_names(XARGS, extra_args)
     own = {}
-    for name, value in given.items():
+    for name, value in extra_args.items():
         right = correct_name(name)
         if right not in (None, name):
-            raise wrong(printable(name), "this setting does not exist", f"Write {right}")
+            raise wrong(printable(name), "no setting has this name", f"Write {right}")
         if right is not None:
             own[name.removeprefix(PREFIX)] = value
     return own
 
 
 def correct_name(name: object) -> str | None:
-    """Return the correct name of the setting that a client probably meant by `name`.
+    """Return the name of the setting that a client has probably meant, or None if the name is not
+    related to any setting of this package.
 
-    A name that begins with the prefix is returned unchanged, even if there is no such setting. None
-    means that the name is not related to any setting of this package.
+    A name that begins with the prefix is returned unchanged, even if there is no such setting.
     """
     if not isinstance(name, str) or name.startswith(PREFIX):
         return name if isinstance(name, str) else None
@@ -226,7 +229,9 @@ def correct_name(name: object) -> str | None:
 
 
 def find_misspelled_fields(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each field of a body that is almost the name of a known field, and the correct name."""
+    """Yield each field of a body whose name is almost the name of a known field, together with the
+    correct name.
+    """
     hint = body.get(AGENT_HINT)
     places = ((body, (AGENT_HINT, XARGS)), (hint if isinstance(hint, dict) else {}, (SESSION_ID,)))
     for fields, words in places:
@@ -237,7 +242,7 @@ def find_misspelled_fields(body: Mapping[Any, Any]) -> Iterator[tuple[str, str]]
 
 
 def require_session_name(argument: str, value: object, pattern: re.Pattern[str] = _SESSION) -> None:
-    """Raise unless `value` can name a session.
+    """Check that a value can be used as the name of a session.
 
     The name becomes the last part of a URL path, where it is used to delete the session. Clients
     and proxies change control characters and segments of dots in a path, even if they are

@@ -17,13 +17,13 @@ from snapkv_vllm.admission.methods import WithSpans, count_kept_tokens
 
 
 def count_eviction_queries(policy: EvictingPolicy) -> int:
-    """Return how many last queries the method needs when it evicts."""
+    """Return how many queries of the last tokens the method needs when it evicts tokens."""
     return policy.history_tokens or policy.query_tokens
 
 
 @dataclass(frozen=True)
 class Selector:
-    """Selects the tokens that a request keeps, from its stored keys and the recorded queries."""
+    """Selects the tokens that a request keeps, by its stored keys and its recorded queries."""
 
     stage: ClassVar[str]  # the label of this selector in metrics
 
@@ -32,16 +32,16 @@ class Selector:
 
     @property
     def per_head_budget(self) -> bool:
-        """Whether the heads of a layer keep different numbers of tokens."""
+        """Whether the heads of a layer may keep different numbers of tokens."""
         return self.policy.per_head_budget
 
     @property
     def query_tokens(self) -> int:
-        """How many last queries of the request are needed."""
+        """How many queries of the last tokens of the request are needed."""
         return self.policy.query_tokens
 
     def select(self, layer: PromptLayer) -> Tensor | None:
-        """Select the tokens to keep.
+        """Select the tokens of the request that are kept.
 
         Args:
             layer: the stored keys and the recorded queries of some layers, as rows of a batch.
@@ -54,7 +54,7 @@ class Selector:
         return None if selection is None else selection.keep_indices
 
     def protected_mask(self, layer: LayerStates) -> Tensor | None:
-        """Return a mask of the tokens that are always kept.
+        """Return a mask that marks the tokens that are always kept.
 
         Returns:
             (layers, 1, S) bool, True for the first `protect_first` slots; None if that number is 0.
@@ -66,16 +66,18 @@ class Selector:
 
 
 class PromptSelector(Selector):
-    """Selects tokens at the end of a prompt."""
+    """Selects the tokens that are kept at the end of a prompt."""
 
     stage = "prompt"
 
 
 class TurnSelector(PromptSelector):
-    """Selects tokens at the end of a prompt whose beginning may have been compressed before."""
+    """Selects the tokens that are kept at the end of a prompt, if the beginning of the prompt may
+    have been compressed before.
+    """
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
-        """Select the tokens to keep; see `select`.
+        """Select the tokens of the request that are kept, in the form that `select` returns.
 
         Args:
             layer: the stored keys and the recorded queries of some layers, as rows of a batch.
@@ -90,7 +92,7 @@ class TurnSelector(PromptSelector):
 
 @dataclass(frozen=True)
 class AnswerSelector(Selector):
-    """Selects tokens while a request generates."""
+    """Selects the tokens that are kept while a request generates its answer."""
 
     stage = "generating"
     per_head_budget = False
@@ -123,7 +125,7 @@ class AnswerSelector(Selector):
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """The blocks of a request before and after it is compressed, in one KV cache group."""
+    """The blocks of a request before and after a compression, in one KV cache group."""
 
     group: int  # index of vLLM's KV cache group
     sources: tuple[int, ...]  # the blocks of its tokens
@@ -132,7 +134,9 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a worker does with one request in the step that carries this order."""
+    """An order from the scheduler to the workers: what to do with one request in the step with
+    which the order is sent.
+    """
 
     selector: Selector
     query_tokens: int  # the number of last tokens of the step whose queries are recorded
@@ -144,11 +148,11 @@ class Order:
 
     @property
     def per_head_budget(self) -> bool:
-        """Whether the heads of a layer keep different numbers of tokens."""
+        """Whether the heads of a layer may keep different numbers of tokens."""
         return self.selector.per_head_budget
 
     def reserved_tokens(self, block_tokens: int) -> int:
-        """Return how many tokens the blocks of the kept tokens must have space for."""
+        """Return for how many tokens there must be space in the blocks of the kept tokens."""
         return reserved_tokens(self.selector, self.kept_tokens, self.held_tokens, block_tokens)
 
     @property
@@ -158,7 +162,7 @@ class Order:
 
 
 def reserved_tokens(selector: Selector, kept: int, held: int, block_tokens: int) -> int:
-    """Return how many tokens the blocks of the kept tokens must have space for.
+    """Return for how many tokens there must be space in the blocks of the kept tokens.
 
     If heads keep different numbers of tokens, the last page of a head may hold a single token. Then
     `block_tokens - 1` tokens are added to the mean, but never more than `held`.
@@ -179,7 +183,7 @@ def reserved_tokens(selector: Selector, kept: int, held: int, block_tokens: int)
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerLimit:
-    """The limit on the tokens that a request stores while it generates."""
+    """The limit on the number of tokens that a request stores while it generates its answer."""
 
     policy: EvictingPolicy
     max_tokens: int  # stored tokens of prompt and answer after each generated token
@@ -188,7 +192,7 @@ class AnswerLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """One compression of a request."""
+    """A compression of a request that is still to come: when it happens, and what it keeps."""
 
     trigger_tokens: int  # the number of computed tokens at which it happens
     kept_tokens: int
@@ -197,7 +201,7 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPlan:
-    """When a request is compressed, how, and to how many tokens.
+    """The plan of a request: when it is compressed, with which method, and to how many tokens.
 
     The scheduler and the block manager use it.
     """
@@ -210,8 +214,11 @@ class PromptPlan:
     answer_limit: AnswerLimit | None = None
 
     def next_compression(self, seen_tokens: int, held_tokens: int) -> Compression | None:
-        """Return the first compression after `seen_tokens` computed tokens, of which `held_tokens`
-        are stored; None if there is none.
+        """Return the next compression of a request, or None if there will be none.
+
+        Args:
+            seen_tokens: how many tokens have been computed.
+            held_tokens: how many of them are stored.
         """
         compression = None
         if seen_tokens < self.prompt_tokens:
@@ -234,8 +241,13 @@ class PromptPlan:
         return Compression(trigger_tokens=due, kept_tokens=kept, selector=selector)
 
     def limit_step(self, seen_tokens: int, held_tokens: int, offered_tokens: int) -> int:
-        """Return how many of the offered tokens a step computes, so that it ends at the next
-        compression at the latest.
+        """Return how many of the offered tokens a step may compute, so that it does not go beyond
+        the next compression.
+
+        Args:
+            seen_tokens: tokens that are computed before the step.
+            held_tokens: how many of them are stored.
+            offered_tokens: how many tokens vLLM would compute in the step.
         """
         compression = self.next_compression(seen_tokens, held_tokens)
         if compression is None:
@@ -243,8 +255,7 @@ class PromptPlan:
         return min(offered_tokens, compression.trigger_tokens - seen_tokens)
 
     def make_order(self, seen_tokens: int, held_tokens: int, step_tokens: int) -> Order | None:
-        """Return what the workers do with the request in a step, or None if they only run the
-        model.
+        """Return the order for the workers in a step, or None if they only have to run the model.
 
         Args:
             seen_tokens: tokens that are computed before the step.
@@ -271,8 +282,8 @@ class PromptPlan:
     def tokens_to_reserve(
         self, seen_tokens: int, held_tokens: int, step_tokens: int, block_tokens: int
     ) -> int:
-        """Return how many tokens need reserved blocks, because a step ends with a compression; 0 if
-        it does not.
+        """Return for how many tokens blocks must be reserved because a step ends with a
+        compression. The result is 0 if it does not.
 
         Args:
             seen_tokens: tokens that are computed before the step.
@@ -291,7 +302,8 @@ class PromptPlan:
 
     @property
     def shareable_tokens(self) -> int | None:
-        """How many first tokens have keys and values that other requests may reuse; None for all.
+        """How many tokens at the beginning have keys and values that other requests may reuse; None
+        for all tokens.
 
         Later tokens may have been computed without tokens that this request has dropped.
         """
@@ -300,7 +312,8 @@ class PromptPlan:
 
     @property
     def reusable_tokens(self) -> int | None:
-        """How many first tokens the request may take from the prefix cache; None for all.
+        """How many tokens at the beginning the request may take from the prefix cache; None for all
+        tokens.
 
         The tokens that vote must be computed, because their queries are not in the cache.
         """
@@ -309,8 +322,8 @@ class PromptPlan:
         return max(0, first.trigger_tokens - max(1, first.selector.query_tokens))
 
     def max_held(self, tokens: int) -> int:
-        """Return the most tokens that the request stores at any time, until it has computed
-        `tokens` tokens.
+        """Return the largest number of tokens that the request stores at any time, until it has
+        computed `tokens` tokens.
         """
         read = min(tokens, self.prompt_tokens)
         if tokens <= self.prompt_tokens:
@@ -322,8 +335,8 @@ class PromptPlan:
         return max(read, grown)
 
     def unused_block_tokens(self, block_tokens: int) -> int:
-        """Return the most slots of its blocks that the request cannot use, because its heads keep
-        different numbers of tokens.
+        """Return the largest number of slots in its blocks that the request cannot use, because its
+        heads keep different numbers of tokens.
         """
         is_ragged = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if is_ragged else 0
@@ -331,7 +344,9 @@ class PromptPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnPlan(PromptPlan):
-    """The plan of a session's request, which may begin with a stored history."""
+    """The plan of a request that belongs to a session. Such a request may begin with a stored
+    history.
+    """
 
     selector_type = TurnSelector
 
@@ -340,20 +355,20 @@ class TurnPlan(PromptPlan):
 
     @property
     def shareable_tokens(self) -> int | None:
-        """How many first tokens have keys and values that other requests may reuse; None
-        for all.
+        """How many tokens at the beginning have keys and values that other requests may reuse; None
+        for all tokens.
         """
         return 0 if self.dropped_tokens else super().shareable_tokens
 
     @property
     def reusable_tokens(self) -> int | None:
-        """How many first tokens the request may take from the prefix cache; 0 if it begins with a
-        history.
+        """How many tokens at the beginning the request may take from the prefix cache. The number
+        is 0 if it begins with a history.
         """
         return 0 if self.prefix_tokens else super().reusable_tokens
 
     def max_held(self, tokens: int) -> int:
-        """Return the most tokens that the request stores at any time, until it has computed
-        `tokens` tokens.
+        """Return the largest number of tokens that the request stores at any time, until it has
+        computed `tokens` tokens.
         """
         return tokens - self.dropped_tokens if self.prefix_tokens else super().max_held(tokens)

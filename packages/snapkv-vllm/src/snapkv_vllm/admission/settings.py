@@ -67,8 +67,8 @@ _NOT_SERVED = {
 _NO_SPANS = RequestSpans()
 
 _UNSERVABLE = {
-    ("group_reduce", "none"): "expected mean, max or sum, because keys are stored once per KV head",
-    ("positions", "cache"): "expected original, because keys are not rotated inside vLLM's cache",
+    ("group_reduce", "none"): "this must be mean, max or sum, as keys are stored per KV head",
+    ("positions", "cache"): "this must be original, because keys are not rotated in vLLM's cache",
 }
 """Parameter values that the library accepts and a server cannot serve, with the problem to report.
 """
@@ -76,7 +76,8 @@ _UNSERVABLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
-    """The method that compresses prompts on a server, its parameters, and the limits for requests.
+    """The settings of a server: the method that compresses prompts, its parameters, and the limits
+    for requests.
 
     Args:
         policy: one of `snapkv_vllm.admission.methods.METHODS`.
@@ -106,11 +107,19 @@ class ServingSettings:
     sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
+        """Check the values of the settings, and that they can be used together.
+
+        Raises:
+            InvalidArgumentError: the method cannot be served, a value is out of range, or two
+                settings contradict each other.
+            InvalidTypeError: a value has the wrong type.
+        """
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
-            why = isinstance(policy, str) and (_NOT_SERVED.get(policy) or nearest(policy, METHODS))
-            problem = f"expected one of {', '.join(METHODS)}, got {policy!r}{why or ''}"
-            raise wrong("policy", problem, "Pass one of them")
+            why = _NOT_SERVED.get(str(policy), "")
+            problem = f"the method must be one of {', '.join(METHODS)}, got {policy!r}{why}"
+            remedy = "Use one of these methods"
+            raise wrong("policy", problem, remedy if why else nearest(str(policy), METHODS, remedy))
         for cap in _CAPS:
             require_at_least(cap, getattr(self, cap), 1)
         require_compatible(settings=self)
@@ -118,22 +127,22 @@ class ServingSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the settings from vLLM's `additional_config`.
+        """Build the settings of a server from vLLM's `additional_config`.
 
         Raises:
             InvalidArgumentError: an unknown name, or a value that is out of range.
             InvalidTypeError: a value has the wrong type.
         """
-        given = dict(config.get(CONFIG_KEY) or {})
+        entry = dict(config.get(CONFIG_KEY) or {})
         names = ("policy", "budget", PROTECT_FIRST, *_CAPS)
-        own = {key: given.pop(key) for key in names if key in given}
-        limits = Limits.from_config(given.pop("limits", {}))
-        held = given.pop("sessions", None)
+        own = {key: entry.pop(key) for key in names if key in entry}
+        limits = Limits.from_config(entry.pop("limits", {}))
+        held = entry.pop("sessions", None)
         sessions = None if held is None else Sessions.from_config(held)
-        return cls(**own, parameters=given, limits=limits, sessions=sessions)
+        return cls(**own, parameters=entry, limits=limits, sessions=sessions)
 
     def to_config(self) -> dict[str, Any]:
-        """Return an entry for vLLM's `additional_config` from which `from_config` builds these
+        """Return the entry for vLLM's `additional_config` from which `from_config` can build these
         settings. It can be written as JSON.
         """
         own: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
@@ -145,7 +154,9 @@ class ServingSettings:
 
     @property
     def summary(self) -> str:
-        """All settings that decide which tokens are kept, on one line for the log."""
+        """All settings that decide which tokens are kept, on one line of text for the log of the
+        server.
+        """
         made = self._make_policy(self.budget or None, self.parameters)
         own = {
             name: getattr(one, name)
@@ -160,8 +171,13 @@ class ServingSettings:
         return ", ".join(f"{name} {value}" for name, value in shown.items())
 
     def policy_for_request(self, extra_args: Mapping[str, Any] | None) -> Policy | None:
-        """Return the method that compresses the prompt of a request, or None if the prompt is not
-        compressed. Raises the errors of `plan_request`.
+        """Return the method that compresses the prompt of a request. The result is None if the
+        prompt is not compressed.
+
+        Raises:
+            InvalidArgumentError: an unknown setting, a name without its prefix, or a value that is
+                out of range.
+            InvalidTypeError: a value has the wrong type.
         """
         return self.plan_request(extra_args, prompt_tokens=1).policy
 
@@ -178,31 +194,37 @@ class ServingSettings:
                 out of range.
             InvalidTypeError: a value has the wrong type.
         """
-        given = own_settings(extra_args or {})
-        self._require_known_names(given)
+        requested = own_settings(extra_args or {})
+        self._require_known_names(requested)
         require_compatible(settings=self, extra_args=extra_args or {})
-        if (session := given.pop(SESSION, None)) is not None:
+        if (session := requested.pop(SESSION, None)) is not None:
             require_session_name(PREFIX + SESSION, session, TENANT_SESSION_PATTERN)
-        spans = _pop_spans(given)
+        spans = _pop_spans(requested)
         try:
-            return self._plan(given, prompt_tokens, spans)
+            return self._plan(requested, prompt_tokens, spans)
         except (InvalidArgumentError, InvalidTypeError) as error:
             message = str(error).removeprefix(PREFIX)  # errors about spans have the prefix
             raise type(error)(f"{PREFIX}{message}") from error
 
     def spans_of_request(self, extra_args: Mapping[str, Any]) -> RequestSpans:
-        """Return the spans that a request drops, protects or compresses."""
+        """Return the spans of the prompt that a request drops, protects or compresses.
+
+        Raises:
+            RefusedError: the list of spans is wrong.
+            InvalidTypeError: a number has the wrong type.
+            InvalidArgumentError: a number is out of range.
+        """
         return _pop_spans(own_settings(extra_args))
 
     def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
-        """Return the spans that a request keeps whatever the votes.
+        """Return the spans of the prompt that a request keeps whatever the votes.
 
         With a budget of 0 these are all tokens that are in no other span.
         """
-        given = own_settings(extra_args)
-        spans = _pop_spans(given)
-        if given.get("budget", self.budget):
-            first = min(given.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
+        requested = own_settings(extra_args)
+        spans = _pop_spans(requested)
+        if requested.get("budget", self.budget):
+            first = min(requested.get(PROTECT_FIRST, self.protect_first), prompt_tokens)
             return spans.with_protected_start(first).protect
         others = [*spans.drop.parts, *(span for span, _ in spans.compress)]
         return Spans(((0, prompt_tokens),)).without(Spans.of(SPANS, others))
@@ -215,7 +237,7 @@ class ServingSettings:
         *,
         votes: bool = True,
     ) -> PromptPlan:
-        """Plan a request of a session that begins with a history.
+        """Plan when and how a request of a session is compressed, if it begins with a history.
 
         Args:
             extra_args: the settings of the request.
@@ -224,15 +246,15 @@ class ServingSettings:
             votes: False if only the edits of `spans` are carried out, without a compression of the
                 other tokens.
         """
-        given = own_settings(extra_args)
+        requested = own_settings(extra_args)
         for name in (SPANS, SESSION):
-            given.pop(name, None)
+            requested.pop(name, None)
         if not votes:
-            given["budget"] = 0
-        return self._plan(given, held_tokens, spans)
+            requested["budget"] = 0
+        return self._plan(requested, held_tokens, spans)
 
     def most_expensive_policies(self, prompt_tokens: int) -> list[Policy]:
-        """Return candidate methods, one of which needs the most memory that any request may cause.
+        """Return a list of methods, one of which needs the most memory that any request may cause.
 
         A method without `voters` gives one candidate. For other methods `voters` is
         `max_window_size`, with every pooling and with both the longest window and a window of 1,
@@ -251,7 +273,7 @@ class ServingSettings:
         return [self._make_policy(max(prompt_tokens - 1, _ample_budget(own)), own) for own in every]
 
     def count_voters(self, extra_args: Mapping[str, Any], question_tokens: int) -> int | None:
-        """Return how many last tokens of a chat's prompt vote.
+        """Return how many of the last tokens of a chat's prompt vote.
 
         Args:
             extra_args: the settings of the request.
@@ -263,26 +285,26 @@ class ServingSettings:
         """
         if question_tokens > self.max_window_size:
             return None
-        given = own_settings(extra_args)
-        own = {name: given[name] for name in parameter_names(self.policy) if name in given}
+        requested = own_settings(extra_args)
+        own = {name: requested[name] for name in parameter_names(self.policy) if name in requested}
         made = self._make_policy(None, self._merge_parameters(own))
         return getattr(scoring_policy(adapt_to_question(made, question_tokens)), "voters", None)
 
     @property
     def per_head_budget(self) -> bool:
-        """Whether heads keep different numbers of tokens."""
+        """Whether the heads of a layer may keep different numbers of tokens."""
         return self._make_policy(None, self.parameters).per_head_budget
 
     def _plan(
         self,
-        given: Mapping[str, Any],
+        requested: Mapping[str, Any],
         prompt_tokens: int,
         spans: RequestSpans = _NO_SPANS,
     ) -> PromptPlan:
-        """Combine the settings of a request, whose names have no prefix, with those of the
-        server.
+        """Combine the settings of a request with the settings of the server, and return the plan of
+        the request.
         """
-        own = dict(given)
+        own = dict(requested)
         budget = own.pop("budget", self.budget)
         _require_tokens(budget)
         require_int("budget", budget, minimum=0)
@@ -325,7 +347,8 @@ class ServingSettings:
         parameters: Mapping[str, Any],
         prompt_tokens: int,
     ) -> WithSpans:
-        """Wrap `plain` so that it edits the spans and applies the budget to all other tokens.
+        """Return a method that carries out the edits of the spans, and that applies the budget to
+        all other tokens.
 
         Args:
             plain: the method for a prompt without spans.
@@ -343,7 +366,7 @@ class ServingSettings:
         span_policies = []
         for (start, end), kept in spans.compress:
             if start < first:
-                problem = f"cannot compress {start} to {end}, because the first {first} tokens stay"
+                problem = f"cannot compress {start} to {end}, because the first {first} are kept"
                 raise wrong(SPANS, problem, f"Let the span start at {first} or later")
             outside = max(prompt_tokens, end + window) - (end - start)
             span_policies.append(scoring_policy(self._make_policy(outside + kept, parameters)))
@@ -354,14 +377,15 @@ class ServingSettings:
             kept = sum(kept for _, kept in spans.compress) + spans.protect.tokens
             reason = str(error).rstrip(".")
             problem = (
-                f"{kept:,} tokens of spans do not fit into the budget of {budget:,} ({reason})"
+                f"the spans keep {kept:,} tokens, which exceeds the budget of {budget:,} ({reason})"
             )
             raise wrong(SPANS, problem, "Raise the budget, or protect fewer tokens") from None
         fits = budget >= prompt_tokens - spans.dropped_tokens
         return replace(made, policy=None) if fits else made
 
-    def _require_known_names(self, given: Mapping[str, Any]) -> None:
-        """Raise unless every setting exists and its value is short enough to be printed.
+    def _require_known_names(self, requested: Mapping[str, Any]) -> None:
+        """Check that every setting of a request exists, and that its value is short enough to be
+        printed.
 
         Raises:
             RefusedError: a setting does not exist for the method of this server, or its value is
@@ -370,17 +394,18 @@ class ServingSettings:
         """
         others = set(METHOD_SETTINGS).difference(parameter_names(self.policy))
         names = [PREFIX + one for one in REQUEST_SETTINGS if one not in others]
-        for name, value in given.items():
+        for name, value in requested.items():
             full = PREFIX + printable(name)
             if name in (SESSION, SPANS):
                 continue
             if PREFIX + name not in names:
-                problem = f"this setting does not exist, expected one of {', '.join(names)}"
-                raise wrong(full, problem, f"Leave it out{nearest(full, names)}")
+                problem = f"this server has no setting with this name, only {', '.join(names)}"
+                raise wrong(full, problem, nearest(full, names, "Remove it from the request"))
             require_readable(full, value)
 
     def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
-        """Build the method. If `budget` is None, only the parameters are checked.
+        """Build the method of this server. If `budget` is None, its parameters are checked without
+        a budget of the user.
 
         Raises:
             RefusedError: an unknown parameter, a value that a server cannot serve, or a window or
@@ -391,15 +416,15 @@ class ServingSettings:
         known = parameter_names(self.policy)
         for name, value in parameters.items():
             if name not in known:
-                parameters_known = f"a parameter of {self.policy}, which has {', '.join(known)}"
-                problem = f"expected {parameters_known}, got {name}={value!r}"
-                raise wrong(name, problem, f"Leave it out{nearest(name, known)}")
-        given = {**_DEFAULTS.get(self.policy, {}), **parameters}
+                parameters_known = f"has only the parameters {', '.join(known)}"
+                problem = f"the method {self.policy} {parameters_known}, got {name}={value!r}"
+                raise wrong(name, problem, nearest(name, known, "Remove this parameter"))
+        merged = {**_DEFAULTS.get(self.policy, {}), **parameters}
         for (name, value), expected in _UNSERVABLE.items():
-            if given.get(name) == value:
-                raise wrong(name, f"{expected}, got {value!r}", "Leave it out")
+            if merged.get(name) == value:
+                raise wrong(name, f"{expected}, got {value!r}", "Use one of these values")
         method = METHODS[self.policy]
-        made = method(**given, budget=_ample_budget(given))
+        made = method(**merged, budget=_ample_budget(merged))
         # A longer window or a wider kernel would slow down the other requests of a step.
         kernel = getattr(scoring_policy(made), "kernel_size", None) or 0
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
@@ -407,26 +432,26 @@ class ServingSettings:
         _require_at_most("window_size", count_window_tokens(made), "max_window_size", most)
         _require_at_most("voters", made.query_tokens, "max_window_size", most)
         _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
-        return made if budget is None else method(**given, budget=budget)
+        return made if budget is None else method(**merged, budget=budget)
 
 
 def _require_tokens(budget: object) -> None:
-    """Raise if `budget` is a number of bytes, because a server promises numbers of tokens.
+    """Check that a budget is not a number of bytes, because a server promises numbers of tokens.
 
     Raises:
         RefusedError: the budget is given in bytes or as a share of the cache.
     """
-    given = byte_budget(budget) if isinstance(budget, str) else None
-    if given is None:
+    size = byte_budget(budget) if isinstance(budget, str) else None
+    if size is None:
         return
-    tokens = f", {int(8192 * given['share'])} for 8k" if "share" in given else ""
+    tokens = f", {int(8192 * size['share'])} for 8k" if "share" in size else ""
     plan = f"snapkv plan --context N --budget {budget}"
-    problem = f"expected a number of tokens on a server, got {budget!r}"
-    raise wrong("budget", problem, f"Pass what {plan} keeps of N tokens{tokens}")
+    problem = f"this must be a number of tokens on a server, got {budget!r}"
+    raise wrong("budget", problem, f"Use the number that {plan} shows for N tokens{tokens}")
 
 
 def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
-    """Raise if a size is above the limit of the server.
+    """Check that a size is not above the limit that the server has set for it.
 
     Raises:
         RefusedError: `size` is above `cap`.
@@ -434,14 +459,16 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
     if size > cap:
         option = f"--{cap_name.replace('_', '-')} {size}"
         problem = f"expected at most {cap:,} on this server, got {size:,}"
-        raise wrong(name, problem, f"Pass a smaller value, or start the server with {option}")
+        raise wrong(name, problem, f"Use a smaller value, or start the server with {option}")
 
 
-def _ample_budget(given: Mapping[str, Any]) -> int:
-    """Return a budget that is large enough for any window and sinks, to check other parameters."""
-    return DEFAULT_BUDGET + sum(abs(size) for size in given.values() if isinstance(size, int))
+def _ample_budget(parameters: Mapping[str, Any]) -> int:
+    """Return a budget that is large enough for every window and all sinks, so that other parameters
+    can be checked.
+    """
+    return DEFAULT_BUDGET + sum(abs(size) for size in parameters.values() if isinstance(size, int))
 
 
-def _pop_spans(given: MutableMapping[str, Any]) -> RequestSpans:
-    """Remove the spans from `given`, and return their edits."""
-    return RequestSpans.from_edits(parse_spans(given.pop(SPANS))) if SPANS in given else _NO_SPANS
+def _pop_spans(own: MutableMapping[str, Any]) -> RequestSpans:
+    """Remove the list of spans from the settings `own` of a request, and return its edits."""
+    return RequestSpans.from_edits(parse_spans(own.pop(SPANS))) if SPANS in own else _NO_SPANS

@@ -29,84 +29,85 @@ _NONE = Spans(())
 
 @dataclass(frozen=True, kw_only=True)
 class SpanEdit:
-    """A span of tokens, and what a request does with it."""
+    """A span of the prompt, and what a request does with the tokens in it."""
 
     do: str
     span: Span
     budget: int = 0  # the number of tokens that a compressed span keeps
 
 
-def parse_spans(given: object) -> tuple[SpanEdit, ...]:
-    """Check the spans of a request, and return them.
+def parse_spans(value: object) -> tuple[SpanEdit, ...]:
+    """Check the list of spans that a request has sent, and return it.
 
     Args:
-        given: a list of objects, or JSON text of such a list.
+        value: a list of objects, or JSON text of such a list.
 
     Raises:
         RefusedError: there is no list, it is too long, or one of its values is wrong.
         InvalidTypeError: a number has the wrong type.
         InvalidArgumentError: a number is out of range.
     """
-    if isinstance(given, str) and len(given) <= _MAX_CHARACTERS:
+    if isinstance(value, str) and len(value) <= _MAX_CHARACTERS:
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except (ValueError, RecursionError):
-            raise wrong(SPANS_FIELD, "this text is not JSON", "Pass a list of spans") from None
-    if not isinstance(given, list | tuple):
+            raise wrong(SPANS_FIELD, "the text is not valid JSON", "Send a list of spans") from None
+    if not isinstance(value, list | tuple):
         example = '[{"start": 10, "end": 500, "do": "drop"}]'
-        problem = f"expected a list of objects, got {describe(given)}"
-        raise wrong(SPANS_FIELD, problem, f"Pass for example {example}")
-    if len(given) > _MAX_ENTRIES:
-        problem = f"expected at most {_MAX_ENTRIES:,} spans, got {len(given):,}"
-        raise wrong(SPANS_FIELD, problem, "Join neighbouring spans")
-    entries = tuple(map(_parse_entry, given))
+        problem = f"expected a list of objects, got {describe(value)}"
+        raise wrong(SPANS_FIELD, problem, f"Send a list such as {example}")
+    if len(value) > _MAX_ENTRIES:
+        problem = f"the list can have at most {_MAX_ENTRIES:,} spans, got {len(value):,}"
+        raise wrong(SPANS_FIELD, problem, "Combine spans that follow each other into one")
+    entries = tuple(map(_parse_entry, value))
     count = sum(entry.do == COMPRESS for entry in entries)
     if count > _MAX_COMPRESSED:
-        problem = f"expected at most {_MAX_COMPRESSED} spans to compress, got {count}"
-        raise wrong(SPANS_FIELD, problem, "Join neighbouring spans")
+        problem = f"at most {_MAX_COMPRESSED} spans of a request can be compressed, got {count}"
+        raise wrong(SPANS_FIELD, problem, "Combine spans that follow each other into one")
     return entries
 
 
-def _parse_entry(given: object) -> SpanEdit:
-    """Check one object of the list.
+def _parse_entry(entry: object) -> SpanEdit:
+    """Check one object of the list of spans, and return it as an edit.
 
     Raises:
         RefusedError: a field is unknown or wrong, or the start is not below the end.
         InvalidTypeError: a number has the wrong type.
         InvalidArgumentError: a number is out of range.
     """
-    if not isinstance(given, Mapping):
-        problem = f"expected objects in the list, got {describe(given)}"
-        raise wrong(SPANS_FIELD, problem, "Pass objects")
-    for name in given:
+    if not isinstance(entry, Mapping):
+        problem = f"every span must be an object with fields, got {describe(entry)}"
+        raise wrong(SPANS_FIELD, problem, f"Send objects with the fields {', '.join(_FIELDS)}")
+    for name in entry:
         if name not in _FIELDS:
-            problem = f"expected the fields {', '.join(_FIELDS)}, got {describe(name)}"
-            raise wrong(SPANS_FIELD, problem, "Leave it out")
-    do = given.get("do")
+            problem = f"a span can only have the fields {', '.join(_FIELDS)}, got {describe(name)}"
+            raise wrong(SPANS_FIELD, problem, "Remove this field from the span")
+    do = entry.get("do")
     if not isinstance(do, str) or do not in (DROP, PROTECT, COMPRESS):
-        problem = f"expected {DROP}, {PROTECT} or {COMPRESS}, got {describe(do)}"
-        raise wrong(f"{SPANS_FIELD}: do", problem, "Pass one of them")
+        problem = f"this must be one of {DROP}, {PROTECT} and {COMPRESS}, got {describe(do)}"
+        raise wrong(f"{SPANS_FIELD}: do", problem, "Use one of these three words")
     budget = 0
     if do == COMPRESS:
-        budget = _parse_number(given, "budget", minimum=1)
-    elif "budget" in given:
-        raise wrong(f"{SPANS_FIELD}: budget", f"{do} takes no budget", "Leave it out")
-    start, end = _parse_number(given, "start"), _parse_number(given, "end")
+        budget = _parse_number(entry, "budget", minimum=1)
+    elif "budget" in entry:
+        problem = f"only spans to {COMPRESS} have a budget, not those to {do}"
+        raise wrong(f"{SPANS_FIELD}: budget", problem, "Remove the budget from the span")
+    start, end = _parse_number(entry, "start"), _parse_number(entry, "end")
     if start >= end:
         problem = f"expected a start below the end, got {start} and {end}"
         raise wrong(SPANS_FIELD, problem, "Let the end be the position after the last token")
     return SpanEdit(do=do, budget=budget, span=(start, end))
 
 
-def _parse_number(given: Mapping[str, Any], name: str, minimum: int = 0) -> int:
-    require_readable(f"{SPANS_FIELD}: {name}", given.get(name))
-    require_int(f"{SPANS_FIELD}: {name}", value := given[name], minimum=minimum)
+def _parse_number(entry: Mapping[str, Any], name: str, minimum: int = 0) -> int:
+    require_readable(f"{SPANS_FIELD}: {name}", entry.get(name))
+    require_int(f"{SPANS_FIELD}: {name}", value := entry[name], minimum=minimum)
     return int(value)
 
 
 @dataclass(frozen=True)
 class RequestSpans:
-    """The spans that a request edits. Spans with different edits do not overlap.
+    """All spans of the prompt that a request edits. Spans with different edits do not overlap.
 
     Attributes:
         drop: spans whose keys and values are removed after the prompt.
@@ -120,7 +121,9 @@ class RequestSpans:
 
     @classmethod
     def from_edits(cls, entries: Sequence[SpanEdit]) -> Self:
-        """Group the edits of a request by what they do.
+        """Build the spans of a request from its edits.
+
+        A span to compress whose budget is at least its length is protected instead.
 
         Raises:
             RefusedError: spans with different edits overlap.
@@ -149,7 +152,7 @@ class RequestSpans:
         for span, do in sorted(parts):
             if before_do and span[0] < before[1]:
                 both = f"{before[0]} to {before[1]} ({before_do}) and {span[0]} to {span[1]} ({do})"
-                raise wrong(SPANS_FIELD, f"the spans {both} overlap", "Shorten one of them")
+                raise wrong(SPANS_FIELD, f"the spans {both} overlap", "Make one of them shorter")
             before, before_do = span, do
 
     def __bool__(self) -> bool:
@@ -157,18 +160,19 @@ class RequestSpans:
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens every head drops because of the spans."""
+        """How many tokens are dropped in every head because of the spans."""
         lost = sum(end - start - budget for (start, end), budget in self.compress)
         return self.drop.tokens + lost
 
     @property
     def all_spans(self) -> Spans:
-        """All spans of the request as one set of tokens."""
+        """All spans of the request, joined into one set of tokens."""
         compressed = [span for span, _ in self.compress]
         return Spans.of(SPANS_FIELD, [*self.drop.parts, *self.protect.parts, *compressed])
 
     def with_protected_start(self, first_tokens: int) -> Self:
-        """Return a copy in which the first `first_tokens` tokens are protected as well.
+        """Return a copy of these spans in which the first `first_tokens` tokens are protected as
+        well.
 
         Raises:
             RefusedError: one of these tokens is dropped or compressed.
@@ -181,7 +185,7 @@ class RequestSpans:
         return found
 
     def require_fit(self, prompt_tokens: int, window_tokens: int) -> None:
-        """Check that all spans of the request lie inside the prompt.
+        """Check that all spans of the request lie inside its prompt.
 
         Args:
             prompt_tokens: the length of the prompt, whose last token cannot be dropped.
@@ -192,7 +196,7 @@ class RequestSpans:
         """
         ends = {
             DROP: (prompt_tokens - 1, self.drop.parts, "the last token is kept"),
-            PROTECT: (prompt_tokens, self.protect.parts, "the prompt ends there"),
+            PROTECT: (prompt_tokens, self.protect.parts, "the prompt ends before"),
             COMPRESS: (
                 prompt_tokens - window_tokens,
                 [span for span, _ in self.compress],
@@ -202,6 +206,6 @@ class RequestSpans:
         for do, (most, spans, why) in ends.items():
             for start, end in spans:
                 if end > most:
-                    limit = f"an end of at most {most:,} to {do} in a prompt of {prompt_tokens:,}"
-                    problem = f"expected {limit} tokens, because {why}, got {start:,} to {end:,}"
-                    raise wrong(SPANS_FIELD, problem, "Pass another span")
+                    prompt = f"a prompt of {prompt_tokens:,} tokens"
+                    problem = f"cannot {do} {start:,} to {end:,} of {prompt}, because {why}"
+                    raise wrong(SPANS_FIELD, problem, f"Use a span that ends at {most:,} or before")

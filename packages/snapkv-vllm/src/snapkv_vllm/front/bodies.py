@@ -51,7 +51,7 @@ _CLIENT_FIELDS = ("extra_body", "extra_args")
 
 
 def check_body(text: bytes, settings: ServingSettings, path: str) -> bytes:
-    """Check the settings in the body of a request, and return the body that vLLM is to read.
+    """Check the settings in the body of a request, and return the body that vLLM will read instead.
 
     Spans and a session are moved into `vllm_xargs`. In the current `RequestContext` it is recorded
     that the body was checked.
@@ -68,14 +68,14 @@ def check_body(text: bytes, settings: ServingSettings, path: str) -> bytes:
     """
     with record_refusals():
         body = _parse_body(text)
-        admitted, called = _move_into_xargs(body, path, has_sessions=settings.sessions is not None)
-        require_settings(admitted, settings, path, called)
+        admitted, names = _move_into_xargs(body, path, has_sessions=settings.sessions is not None)
+        require_settings(admitted, settings, path, names)
     current_context().is_checked = body is not None
     return text if admitted is body else json.dumps(admitted).encode()
 
 
 def _parse_body(text: bytes) -> object:
-    """Parse the JSON of a body. Return None if it is not JSON.
+    """Parse the body of a request as JSON. The result is None if it is not JSON.
 
     Raises:
         RefusedError: the body is nested too deeply, or has half of a surrogate pair, which vLLM
@@ -96,12 +96,12 @@ def _parse_body(text: bytes) -> object:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # vLLM could not send it to its engine
             problem = "a text has half of a surrogate pair, which is not valid Unicode"
-            raise wrong("body", problem, "Leave it out") from None
+            raise wrong("body", problem, "Remove it from the text") from None
     return body
 
 
 def _is_deeper(body: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are nested in each other."""
+    """Whether more than `most` lists and objects are nested inside each other."""
     nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []
     for _ in range(most):
@@ -117,7 +117,7 @@ def _is_deeper(body: Any, most: int) -> bool:
 def _move_into_xargs(
     body: object, path: str, *, has_sessions: bool
 ) -> tuple[object, Mapping[str, str]]:
-    """Move the spans and the session of a request to the place where vLLM passes them on.
+    """Move the spans and the session of a request to the field that vLLM passes on to the engine.
 
     Returns:
         A new body, or `body` itself if it has neither; and the names under which the client sent
@@ -129,27 +129,27 @@ def _move_into_xargs(
     """
     if not isinstance(body, dict):
         return body, {}
-    called, found = dict[str, str](), dict[str, Any]()
+    client_names, moved = dict[str, str](), dict[str, Any]()
     if SPANS_FIELD in body:
-        found[SPANS_FIELD] = json.dumps(body[SPANS_FIELD])
+        moved[SPANS_FIELD] = json.dumps(body[SPANS_FIELD])
     reads_session = has_sessions and path not in COUNTING_ENDPOINTS
     if reads_session and (named := _find_session(body)) is not None:
-        called[_SESSION], found[_SESSION] = named
-    if not found:
+        client_names[_SESSION], moved[_SESSION] = named
+    if not moved:
         return body, {}
-    inside = {} if (given := body.get(XARGS)) is None else given
-    if not isinstance(inside, dict):
-        raise wrong(XARGS, f"expected an object, got {describe(inside)}", "Pass an object")
-    for name in found.keys() & inside.keys():
-        problem = f"the setting is given twice, once inside {XARGS}"
-        raise wrong(name, problem, "Leave one of them out")
+    xargs = {} if (sent := body.get(XARGS)) is None else sent
+    if not isinstance(xargs, dict):
+        raise wrong(XARGS, f"expected a JSON object, got {describe(xargs)}", "Send an object")
+    for name in moved.keys() & xargs.keys():
+        problem = f"the request has this setting twice, inside and outside of {XARGS}"
+        raise wrong(name, problem, "Remove one of the two")
     others = {name: value for name, value in body.items() if name != SPANS_FIELD}
-    return {**others, XARGS: {**inside, **found}}, called
+    return {**others, XARGS: {**xargs, **moved}}, client_names
 
 
 def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Find the session in a body: in `agent_hint`, or in `session_id`, which is a field of vLLM
-    itself.
+    """Find the name of the session in the body of a request. It may be in `agent_hint`, or in
+    `session_id`, which is a field of vLLM itself.
 
     Returns:
         The name of the field, for error messages, and the name of the session; None if there is
@@ -158,28 +158,29 @@ def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
     Raises:
         RefusedError: the two fields name different sessions, or `agent_hint` has another form.
     """
-    inside, beside = _session_in_hint(body.get(AGENT_HINT)), body.get(SESSION_ID)
-    if beside is None:
-        return None if inside is None else (f"{AGENT_HINT}: {SESSION_ID}", inside)
-    if inside is not None and inside != beside:
-        problem = f"it names another session than {AGENT_HINT}"
-        raise wrong(SESSION_ID, problem, "Leave one of them out")
-    return SESSION_ID, beside
+    hinted, direct = _session_in_hint(body.get(AGENT_HINT)), body.get(SESSION_ID)
+    if direct is None:
+        return None if hinted is None else (f"{AGENT_HINT}: {SESSION_ID}", hinted)
+    if hinted is not None and hinted != direct:
+        problem = f"this is not the same session as in {AGENT_HINT}"
+        raise wrong(SESSION_ID, problem, "Remove one of the two fields")
+    return SESSION_ID, direct
 
 
 def _session_in_hint(hint: object) -> Any:
-    """Return the session that `agent_hint` names, or None.
+    """Return the name of the session in the field `agent_hint` of a body, or None if it has none.
 
     Raises:
         RefusedError: the hint is no object, or has a field other than `session_id`.
     """
     form = f'{{"{SESSION_ID}": "a-random-name"}}'
     if not isinstance(hint, dict | None):
-        raise wrong(AGENT_HINT, f"expected an object, got {describe(hint)}", f"Write {form}")
+        problem = f"expected a JSON object, got {describe(hint)}"
+        raise wrong(AGENT_HINT, problem, f"Send an object such as {form}")
     for name in hint or {}:
         if name != SESSION_ID:
-            problem = f"expected no field but {SESSION_ID}, got {describe(name)}"
-            raise wrong(AGENT_HINT, problem, f"Write {form}")
+            problem = f"the object can only have the field {SESSION_ID}, got {describe(name)}"
+            raise wrong(AGENT_HINT, problem, f"Send an object such as {form}")
     return hint and hint.get(SESSION_ID)
 
 
@@ -189,7 +190,7 @@ def require_settings(
     path: str = "",
     client_names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise if a JSON body has a wrong setting, or one that would be ignored.
+    """Check that the JSON body of a request has no setting that is wrong or that would be ignored.
 
     Args:
         body: the body; anything but an object is left to vLLM.
@@ -205,42 +206,42 @@ def require_settings(
     sampling = _mapping(body.get("sampling_params"))  # a field of /inference/v1/generate
     outside = {"body": body, "sampling_params": sampling}
     for name in _CLIENT_FIELDS:  # some clients put the settings in here
-        beside = _mapping(body.get(name))
-        outside |= {name: beside, f"{name}: {XARGS}": _mapping(beside.get(XARGS))}
+        client_fields = _mapping(body.get(name))
+        outside |= {name: client_fields, f"{name}: {XARGS}": _mapping(client_fields.get(XARGS))}
     for place, fields in outside.items():
         require_few_names(place, fields)
     for name, word in find_misspelled_fields(body):
-        raise wrong(printable(name), "this field does not exist", f"Write {word}")
+        raise wrong(printable(name), "there is no field with this name", f"Write {word}")
     for name in chain.from_iterable(outside.values()):
         if (right := correct_name(name)) is not None:
             remedy = f'Write "{XARGS}": {{"{printable(right)}": ...}}'
-            problem = f"the setting is ignored outside {XARGS}"
+            problem = f"this setting is ignored unless it is inside the field {XARGS}"
             raise wrong(printable(name), problem, remedy)
-    inside, of_sampling = _mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))
-    for given in (inside, of_sampling):
-        _require_endpoint(given, path, client_names)
-    if path in ENDPOINTS_WITHOUT_XARGS and (own := own_settings(inside)):
-        problem = f"{path} ignores settings inside {XARGS}"
-        raise wrong(PREFIX + next(iter(own)), problem, "Leave it out")
-    for given in (inside, of_sampling):
-        require_compatible(extra_args=given, body=body, client_names=client_names)
-        settings.policy_for_request(given)
+    xargs, of_sampling = _mapping(body.get(XARGS)), _mapping(sampling.get("extra_args"))
+    for extra_args in (xargs, of_sampling):
+        _require_endpoint(extra_args, path, client_names)
+    if path in ENDPOINTS_WITHOUT_XARGS and (own := own_settings(xargs)):
+        problem = f"the endpoint {path} ignores all settings in {XARGS}"
+        raise wrong(PREFIX + next(iter(own)), problem, "Remove this setting from the request")
+    for extra_args in (xargs, of_sampling):
+        require_compatible(extra_args=extra_args, body=body, client_names=client_names)
+        settings.policy_for_request(extra_args)
 
 
-def _require_endpoint(given: Mapping[str, Any], path: str, client_names: Mapping[str, str]) -> None:
-    """Raise if `given` has spans or a session that this endpoint ignores, or a session with a wrong
-    name.
+def _require_endpoint(own: Mapping[str, Any], path: str, client_names: Mapping[str, str]) -> None:
+    """Check that a request has no spans or session that its endpoint would ignore, and that the
+    name of its session is correct.
 
     Raises:
         RefusedError: the endpoint ignores the setting, or the session's name is wrong.
     """
     for name, places in ((SPANS_FIELD, SPAN_ENDPOINTS), (_SESSION, SESSION_ENDPOINTS)):
-        if name in given and path not in places:
-            problem = f"{printable(path)} ignores this setting"
-            remedy = f"Send the request to {' or '.join(places)}, or leave the setting out"
+        if name in own and path not in places:
+            problem = f"the endpoint {printable(path)} ignores this setting"
+            remedy = f"Send the request to {' or '.join(places)}, or remove the setting"
             raise wrong(client_names.get(name, name), problem, remedy)
-    if given.get(_SESSION) is not None:
-        require_session_name(client_names.get(_SESSION, _SESSION), given[_SESSION])
+    if own.get(_SESSION) is not None:
+        require_session_name(client_names.get(_SESSION, _SESSION), own[_SESSION])
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

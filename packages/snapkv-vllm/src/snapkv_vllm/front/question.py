@@ -20,7 +20,7 @@ _SPACE = "\u2581"
 def count_question_tokens(
     messages: Sequence[Mapping[str, Any]], text: str, ids: Sequence[int], tokenizer: Any
 ) -> int | None:
-    """Return how many last tokens of a chat's prompt begin with the question.
+    """Return how many of the last tokens of a chat's prompt belong to the question or follow it.
 
     The question is the last text in the last message of a user.
 
@@ -46,7 +46,7 @@ def count_question_tokens(
 def count_tokens_from(
     tokenizer: Any, text: str, ids: Sequence[int], place: int, most: int
 ) -> int | None:
-    """Return how many last tokens cover `text` from the character `place` on.
+    """Return how many of the last tokens cover the text from the character `place` to its end.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -71,7 +71,9 @@ def count_tokens_from(
 
 
 def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes] | None:
-    """Return the bytes of each token, or None if those of some token are not known."""
+    """Return the bytes that each token stands for. The result is None if the bytes of some token
+    are not known.
+    """
     if not 0 <= min(ids) <= max(ids) < len(vocabulary):
         return None
     pieces = [vocabulary[one] for one in ids]
@@ -80,7 +82,9 @@ def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes]
 
 @functools.cache
 def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
-    """Return the bytes of every token of the vocabulary; empty for tokens that are not known."""
+    """Return the bytes that every token of the vocabulary stands for. They are empty if they are
+    not known.
+    """
     from tokenizers.decoders import ByteLevel
 
     backend = tokenizer.backend_tokenizer
@@ -95,13 +99,17 @@ def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    """Decode a token of a SentencePiece vocabulary, in which <0x41> is a byte."""
+    """Return the bytes of a token from a SentencePiece vocabulary, in which `<0x41>` stands for one
+    byte.
+    """
     byte = _BYTE.fullmatch(token)
     return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE, " ").encode()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Decode a token of a byte-level vocabulary such as that of GPT-2, where letters are bytes."""
+    """Return the bytes of a token from a byte-level vocabulary such as that of GPT-2, in which each
+    letter stands for one byte.
+    """
     return bytes(_LETTERS[one] for one in token) if _LETTERS.keys() >= set(token) else b""
 
 

@@ -28,14 +28,14 @@ Render = Callable[..., Awaitable[Any]]
 
 
 def resolve_requests(renderer: Any, settings: ServingSettings) -> None:
-    """Patch the renderer of vLLM's server, so that spans are checked against the prompt and the
-    question of a chat votes.
+    """Patch the renderer of vLLM's server, so that it checks the spans of a request against its
+    prompt and lets the question of a chat vote.
     """
     _Resolver(renderer, settings)
 
 
 class _Resolver:
-    """Wraps the methods of vLLM's renderer that return the tokens of a prompt."""
+    """Wraps the methods of vLLM's renderer that convert a request to the tokens of its prompt."""
 
     def __init__(self, renderer: Any, settings: ServingSettings) -> None:
         self._renderer, self._settings = renderer, settings
@@ -49,15 +49,15 @@ class _Resolver:
             setattr(renderer, name, partial(self._render, render, resolve))
 
     async def _render(self, render: Render, resolve: Render, request: Any, **options: Any) -> Any:
-        given = getattr(request, XARGS, None) or {}
-        if _SESSION in given:
-            given = {**given, _SESSION: add_tenant(given[_SESSION])}
-            setattr(request, XARGS, given)
+        extra_args = getattr(request, XARGS, None) or {}
+        if _SESSION in extra_args:
+            extra_args = {**extra_args, _SESSION: add_tenant(extra_args[_SESSION])}
+            setattr(request, XARGS, extra_args)
         before = request.model_copy()  # rendering may change the request
         made = await render(request, **options)
         try:
             with record_refusals():
-                found = await resolve(before, made, dict(given))
+                found = await resolve(before, made, dict(extra_args))
                 if found:
                     self._require_spans_fit(found, made)
                     setattr(request, XARGS, found)
@@ -66,44 +66,44 @@ class _Resolver:
             return self._renderer.create_error_response(str(error), status.phrase, status)
         return made
 
-    async def _resolve_completion(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
-        """Return the settings if they have spans.
+    async def _resolve_completion(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
+        """Return the settings of a request for a completion if it has spans, otherwise None.
 
         Raises:
             RefusedError: there are spans and several prompts.
         """
-        if SPANS_FIELD not in given or not isinstance(made, list):  # vLLM returns an error
+        if SPANS_FIELD not in extra_args or not isinstance(made, list):  # vLLM returns an error
             return None
         if len(made) != 1:
-            problem = f"spans need a single prompt, got {len(made)}"
-            raise wrong(SPANS_FIELD, problem, "Send one request for each prompt")
-        return given
+            problem = f"a request with spans can have only one prompt, got {len(made)} prompts"
+            raise wrong(SPANS_FIELD, problem, "Send a separate request for each prompt")
+        return extra_args
 
-    async def _resolve_chat(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
+    async def _resolve_chat(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
         if not isinstance(made, tuple):
             return None
-        found = await self._add_voters(request.messages, made, given)
-        return found or (given if SPANS_FIELD in given else None)
+        found = await self._add_voters(request.messages, made, extra_args)
+        return found or (extra_args if SPANS_FIELD in extra_args else None)
 
-    async def _resolve_responses(self, request: Any, made: Any, given: dict[str, Any]) -> Any:
+    async def _resolve_responses(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
         messages = getattr(made, "messages", None)
-        return messages and await self._add_voters(messages, made, given)
+        return messages and await self._add_voters(messages, made, extra_args)
 
     async def _add_voters(
-        self, messages: Sequence[Any], made: Any, given: dict[str, Any]
+        self, messages: Sequence[Any], made: Any, extra_args: dict[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the settings with the number of voters, or None if the question is not known or
-        does not decide it.
+        """Return the settings with the number of voters added to them. The result is None if the
+        question is not known or does not decide this number.
         """
-        if self._settings.count_voters(given, 1) is None:
+        if self._settings.count_voters(extra_args, 1) is None:
             return None
         tokenizer = self._renderer.renderer.get_tokenizer()
         tokens = await asyncio.to_thread(_question_tokens, messages, made, tokenizer)
-        voters = None if tokens is None else self._settings.count_voters(given, tokens)
-        return None if voters is None else {**given, _VOTERS: voters}
+        voters = None if tokens is None else self._settings.count_voters(extra_args, tokens)
+        return None if voters is None else {**extra_args, _VOTERS: voters}
 
-    def _require_spans_fit(self, given: Mapping[str, Any], made: Any) -> None:
-        """Raise if the spans do not lie in the prompt.
+    def _require_spans_fit(self, extra_args: Mapping[str, Any], made: Any) -> None:
+        """Check that the spans of a request lie inside its prompt.
 
         The scheduler would find it too late for a status 400.
 
@@ -111,8 +111,8 @@ class _Resolver:
             RefusedError: a span ends too late.
         """
         (inputs,) = _engine_inputs(made)
-        if SPANS_FIELD in given and (ids := inputs.get("prompt_token_ids")) is not None:
-            plan = self._settings.plan_request(given, len(ids))
+        if SPANS_FIELD in extra_args and (ids := inputs.get("prompt_token_ids")) is not None:
+            plan = self._settings.plan_request(extra_args, len(ids))
             require_spans_fit(plan.policy, len(ids))
 
 
@@ -125,7 +125,7 @@ def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int 
 
 
 def _engine_inputs(made: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the inputs for the engine that vLLM has rendered."""
+    """Return the inputs for the engine that vLLM has made from a request."""
     if hasattr(made, "engine_input"):  # the request was for /v1/responses
         return [made.engine_input]
     inputs: Sequence[Mapping[str, Any]] = made[1] if isinstance(made, tuple) else made

@@ -26,11 +26,13 @@ SHARED_TENANT = ""
 
 @dataclass
 class RequestContext:
-    """The tenant of an HTTP request, whether its body was checked, and why it was refused."""
+    """What is known about an HTTP request: its tenant, whether its body was checked, and why it was
+    refused.
+    """
 
     tenant: str = SHARED_TENANT
     is_checked: bool = True  # False while the settings in a body were not checked
-    refused: str | None = None  # the reason if it was refused, see `names.reason_of`
+    refusal: str | None = None  # the reason if it was refused, see `names.reason_of`
 
 
 _current: ContextVar[RequestContext | None] = ContextVar("snapkv_request", default=None)
@@ -38,7 +40,7 @@ _current: ContextVar[RequestContext | None] = ContextVar("snapkv_request", defau
 
 @contextmanager
 def use_context(context: RequestContext) -> Iterator[None]:
-    """Make `context` the current one inside the ``with`` block."""
+    """Make `context` the current context inside the ``with`` block."""
     token = _current.set(context)
     try:
         yield
@@ -47,7 +49,9 @@ def use_context(context: RequestContext) -> Iterator[None]:
 
 
 def current_context() -> RequestContext:
-    """Return the context of the HTTP request that is being answered, or else a new one."""
+    """Return the context of the HTTP request that is being answered, or a new one if there
+    is none.
+    """
     return _current.get() or RequestContext()
 
 
@@ -59,12 +63,13 @@ def record_refusals() -> Iterator[None]:
     try:
         yield
     except SnapKVError as error:
-        current_context().refused = reason_of(error)
+        current_context().refusal = reason_of(error)
         raise
 
 
 def check_prompts(client: Any) -> None:
-    """Patch `client.generate`, through which every endpoint sends its prompts to the engine.
+    """Patch the method `generate` of vLLM's client, with which every endpoint sends its prompts to
+    the engine.
 
     Settings in bodies that were not checked are refused, and prompts of different tenants get
     different cache salts.
@@ -80,37 +85,39 @@ def check_prompts(client: Any) -> None:
 
 
 def _require_checked(sampling_params: Any) -> None:
-    """Raise if the request has a setting in a body that is not JSON, such as a form.
+    """Check that a request has no settings in a body that is not JSON, such as a form.
 
     Raises:
         RefusedError: the body was not checked and has a setting, or too many names.
     """
     if not current_context().is_checked:
-        given = getattr(sampling_params, "extra_args", None) or {}
-        require_few_names(XARGS, given)
-        for name in given:
+        extra_args = getattr(sampling_params, "extra_args", None) or {}
+        require_few_names(XARGS, extra_args)
+        for name in extra_args:
             if correct_name(name) is not None:
-                problem = "settings are supported in JSON only, not in a form"
-                raise wrong(printable(name), problem, "Leave it out")
+                problem = "settings can only be sent as JSON and not in a form"
+                raise wrong(printable(name), problem, "Send the request as JSON")
 
 
 # Tenants.
 
 
 def tenant_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the tenant of a request: the SHA-256 of its API key, which vLLM has checked."""
+    """Return the tenant of a request, which is the SHA-256 hash of its API key. vLLM has checked
+    the key.
+    """
     header = next((value for name, value in headers if name.lower() == b"authorization"), b"")
     key = header.decode("latin-1").partition(" ")[2]
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def add_tenant(name: str) -> str:
-    """Put the current tenant before `name`, so that no other tenant can use this name."""
+    """Put the current tenant in front of a name, so that no other tenant can use the same name."""
     return f"{current_context().tenant[:32]}/{name}"
 
 
 def _add_tenant_salt(prompt: Any) -> Any:
-    """Put the current tenant into the cache salt of a prompt, so that it reuses no blocks of
+    """Return a prompt whose cache salt contains the current tenant, so that it reuses no blocks of
     another tenant.
     """
     if current_context().tenant == SHARED_TENANT:

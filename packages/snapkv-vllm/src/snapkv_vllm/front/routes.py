@@ -22,15 +22,22 @@ PATH = "/v1/snapkv/sessions"
 
 
 class Route(APIRoute):
-    """A route that answers an error of this package with the status of the error."""
+    """A route that answers an error of this package with the HTTP status that belongs to
+    the error.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap the handler so that a `SnapKVError` becomes an HTTPException with the status of the
-        error.
+        """Wrap the handler of the route so that a `SnapKVError` becomes an HTTPException with the
+        status of the error.
         """
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
+            """Call the handler of the route.
+
+            Raises:
+                HTTPException: the handler has raised a `SnapKVError`.
+            """
             try:
                 return await handle(request)
             except SnapKVError as error:
@@ -40,7 +47,7 @@ class Route(APIRoute):
 
 
 def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
-    """Raise unless the engines have deleted the session.
+    """Check that the engines have deleted a session.
 
     Raises:
         RefusedError: requests of the session are running (status 409), or there is no such session
@@ -50,19 +57,17 @@ def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
         remedy = "Delete it when its requests have ended"
         raise wrong("session", "requests of the session are running", remedy, CONFLICT)
     if not any(one["histories"] for one in answers):
-        problem = f"this API key has no session {describe(name)}"
-        raise wrong("session", problem, f"List the sessions with GET {PATH}", NOT_FOUND)
+        problem = f"there is no session with the name {describe(name)} for this API key"
+        raise wrong("session", problem, f"Use GET {PATH} to list the sessions", NOT_FOUND)
 
 
 def router(client: Any) -> APIRouter:
-    """Return the routes that ask the engines of vLLM's client about sessions of the current
-    tenant.
-    """
+    """Return the routes with which a client lists and deletes the sessions of its tenant."""
     core = client.engine_core
 
     async def call_engines(method: str, argument: str) -> list[Any]:
-        send, given = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
-        return await asyncio.gather(*(send(*given, engine=one) for one in core.core_engines))
+        send, request = core._call_utility_async, (SESSIONS_METHOD, method, [argument])
+        return await asyncio.gather(*(send(*request, engine=one) for one in core.core_engines))
 
     async def list_sessions() -> list[dict[str, Any]]:
         answers = await call_engines("list_sessions", add_tenant(""))

@@ -12,7 +12,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class StreamGate:
-    """Withholds the start of a stream until its first event, which tells whether the request is
+    """Withholds the beginning of a stream until its first event, which shows whether the request is
     refused.
 
     vLLM asks its engine only after the response has begun with status 200.
@@ -25,7 +25,9 @@ class StreamGate:
         self._is_refused = False
 
     async def __call__(self, message: Message) -> None:
-        """Send on a message of the application, or withhold it."""
+        """Send a message of the application to the client, or withhold it until the first event is
+        complete.
+        """
         if message["type"] == "http.response.start" and _is_stream(message):
             self._start = message
         elif self._start is not None:
@@ -44,6 +46,7 @@ class StreamGate:
             await self._send(message)
 
     async def _refuse(self, error: Message) -> None:
+        """Send the error as a response of its own, with the HTTP status that belongs to it."""
         fields, body = error["error"], json.dumps(error).encode()
         code = fields.get("code", _STATUS.get(fields.get("type"), 500))
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
@@ -59,7 +62,9 @@ def _is_stream(message: Message) -> bool:
 
 
 def _first_event(body: bytes) -> Any:
-    """Return the first event with data: None if it is not complete yet, {} if it is not JSON."""
+    """Return the first event of a stream that contains data. The result is None if it is not
+    complete yet, and {} if it is not JSON.
+    """
     for event in body.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         data = [line[len(b"data:") :] for line in event.split(b"\n") if line.startswith(b"data:")]
         if data:

@@ -192,7 +192,7 @@ def sessions_soak(engine: Engine, draw: random.Random, requests: int, clients: i
     found.wrong += [one for one in begun if one.answers != alone(engine, one)]
     engine.llm.reset_prefix_cache()
     engine.require_empty()
-    assert not engine.runner._compressor.positions._noted
+    assert not engine.runner._compressor.positions._positions
     return found
 
 

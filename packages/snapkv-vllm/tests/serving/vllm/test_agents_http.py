@@ -157,7 +157,7 @@ def test_voters_of_a_request_are_kept_and_no_question_means_the_default(client, 
 def test_misspelled_field_is_refused_with_the_correct_name(client, site, path, body, word):
     answer = client.post(path, json={"model": "demo", "messages": MESSAGES} | body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].endswith(f"this field does not exist. Write {word}.")
+    assert answer.json()["error"]["message"].endswith(f"no field with this name. Write {word}.")
     assert not site.seen
 
 
@@ -248,11 +248,13 @@ def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(config, mo
                 assert said.startswith(f"{field}: expected a text of 1 to 256 characters")
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": "run"}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
-        assert answer.json()["error"]["message"].startswith("agent_hint: expected an object, got")
+        assert answer.json()["error"]["message"].startswith(
+            "agent_hint: expected a JSON object, got"
+        )
         twice = {"vllm_xargs": {"snapkv_session": "run"}, "agent_hint": {"session_id": "run"}}
         body = {"model": "demo", "messages": MESSAGES} | twice
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
-        assert "snapkv_session: the setting is given twice" in answer.text
+        assert "snapkv_session: the request has this setting twice" in answer.text
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": {"session_id": longest}}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
         assert answer.status_code == 200
@@ -308,12 +310,12 @@ def test_sessions_are_listed_and_deleted_by_their_api_key(config, monkeypatch, k
         site.client.told = [{"session": "a/b", "bytes": 9}]
         status, said, told = asked("GET")
         assert (status, json.loads(said)) == (200, 2 * site.client.told)
-        assert told == ("snapkv_asked", "list_sessions", [owner.removesuffix("a/b")], 1)
+        assert told == ("snapkv_call_sessions", "list_sessions", [owner.removesuffix("a/b")], 1)
         for histories, requests, expected in ((2, 0, 204), (0, 0, 404), (2, 1, 409)):
             site.client.told = {"histories": histories, "requests": requests}
             status, said, told = asked("DELETE", "/a%2Fb")
             assert status == expected, said
-            assert told == ("snapkv_asked", "delete_session", [owner], 1)
+            assert told == ("snapkv_call_sessions", "delete_session", [owner], 1)
             assert (expected == 204) == (said == "")
         assert client.get(SESSION_PATH).status_code == 401
 
@@ -352,7 +354,9 @@ def test_unknown_field_of_agent_hint_is_refused_with_the_correct_one(config, mon
         answer = client.post(TEXT, json={"model": "demo", "prompt": "One", "agent_hint": hint})
     said = answer.json()["error"]["message"]
     assert answer.status_code == 400
-    assert said.startswith(f"agent_hint: expected no field but session_id, got '{stray}'")
+    assert said.startswith(
+        f"agent_hint: the object can only have the field session_id, got '{stray}'"
+    )
 
 
 def test_two_fields_with_different_sessions_are_refused(config, monkeypatch):
@@ -361,7 +365,7 @@ def test_two_fields_with_different_sessions_are_refused(config, monkeypatch):
     with site.asking() as client:
         answer = client.post(TEXT, json=body)
     assert answer.status_code == 400
-    assert "session_id: it names another session" in answer.json()["error"]["message"]
+    assert "session_id: this is not the same session" in answer.json()["error"]["message"]
 
 
 def test_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client):
@@ -382,16 +386,24 @@ def test_requests_without_spans_or_session_are_unchanged(client, site):
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (TEXT, {"snapkv_spans": [{"start": 0, "end": 9, "do": "drop"}]}, "an end of at most 3"),
-        (CHAT, {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}, "an end of at most"),
+        (
+            TEXT,
+            {"snapkv_spans": [{"start": 0, "end": 9, "do": "drop"}]},
+            "ends at 3 or before",
+        ),
+        (CHAT, {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}, "that ends at"),
         (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "the fields start, end, do"),
         (TEXT, {"snapkv_spans": "["}, "expected a list"),
         (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below the end"),
-        (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]}, "drop, protect or"),
+        (
+            TEXT,
+            {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]},
+            "drop, protect and compress",
+        ),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 2**70, "do": "drop"}]}, "end"),
-        (TEXT, {"snapkv_spans": [1]}, "objects in the list"),
+        (TEXT, {"snapkv_spans": [1]}, "every span must be an object"),
         (TEXT, {"snapkv_spans": [{"start": 0, "end": 1, "do": "drop"}] * 1025}, "at most 1,024"),
-        (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "snapkv_edits: this setting does not exist"),
+        (TEXT, {"vllm_xargs": {"snapkv_edits": "{}"}}, "snapkv_edits: this server has no setting"),
         (
             CHAT,
             {
@@ -406,8 +418,8 @@ def test_requests_without_spans_or_session_are_unchanged(client, site):
         ("/v1/x", {"snapkv_spans": []}, "Send the request to /v1/completions or"),
         (RESPONSES, {"snapkv_spans": []}, "Send the request to /v1/completions or"),
         (f"{ANTHROPIC}/count_tokens", {"snapkv_spans": []}, "ignores this setting"),
-        (TEXT, {"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected an object"),
-        (TEXT, {"snapkv_spans": [], "vllm_xargs": {SPANS_FIELD: "[]"}}, "setting is given twice"),
+        (TEXT, {"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected a JSON object"),
+        (TEXT, {"snapkv_spans": [], "vllm_xargs": {SPANS_FIELD: "[]"}}, "has this setting twice"),
     ],
 )
 def test_wrong_spans_and_sessions_get_a_400_in_one_line(client, site, path, body, words):

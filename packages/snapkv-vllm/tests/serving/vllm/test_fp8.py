@@ -228,7 +228,7 @@ def test_history_has_the_bytes_that_were_stored(small, name):
 def require_bytes(engine, layers, history, last, stays, byte_dtype):
     """Every layer holds of its positions the bytes that were computed last."""
     compressor, seen = engine.runner._compressor, len(history.tokens)
-    noted = compressor.positions._noted[history.first_block]
+    noted = compressor.positions._positions[history.first_block]
     numbers = [block.block_id for block in history.blocks[0]]
     for run in compressor._runs:
         at = run.to_cache_blocks(numbers, engine.block_tokens)

@@ -106,7 +106,7 @@ def test_setting_in_a_form_is_refused(client, name):
 
     assert sent({"session_id": "theirs"}).json() == {"session_id": "theirs"}
     refused = sent({name: "run"})
-    said = f"{name}: settings are supported in JSON only, not in a form. Leave it out."
+    said = f"{name}: settings can only be sent as JSON and not in a form. Send the request as JSON."
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, said)
 
 

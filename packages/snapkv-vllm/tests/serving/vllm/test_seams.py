@@ -377,7 +377,7 @@ SEAMS = {
 """Whatever of vLLM the plugin changes, or uses though its name is private; docs/serving.md says
 what needs it, and what vLLM offers in its place."""
 
-OUR_OBJECTS = ("context", "current_context()", "history", "turn", "made", "counts", "manager")
+OUR_OBJECTS = ("context", "current_context()", "history", "turn", "new", "counts", "manager")
 OUR_OBJECTS += ("held", "found", "self._recorder")
 """What names of the source stand for objects of our own."""
 

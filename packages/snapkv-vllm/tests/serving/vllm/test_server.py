@@ -166,11 +166,11 @@ BODIES = {
 }
 MISTAKES = {
     "expected more than window_size=16": {"vllm_xargs": {"snapkv_budget": 3}},
-    "the setting is ignored outside vllm_xargs": {"snapkv_budget": 64},
+    "this setting is ignored unless it is inside the field vllm_xargs": {"snapkv_budget": 64},
     "Write snapkv_budget": {"vllm_xargs": {"budget": 64}},
-    "snapkv_document: this setting does not exist": {"vllm_xargs": {"snapkv_document": "nowhere"}},
+    "snapkv_document: this server has no setting": {"vllm_xargs": {"snapkv_document": "nowhere"}},
 }
-BEYOND = {"/v1/completions": "a single prompt"}  # of two, spans of which belong to neither
+BEYOND = {"/v1/completions": "only one prompt"}  # of two, spans of which belong to neither
 
 
 def forget(server, session):
@@ -205,7 +205,7 @@ def test_every_endpoint_refuses_before_its_response_begins(server, path, stream)
     assert forget(server, "short") == (204 if is_chat(path) else 404)
     beyond = {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}
     status, said = server.post(path, BODIES[path] | {"stream": stream} | beyond)
-    words = BEYOND.get(path, "an end") if path in SPAN_ENDPOINTS else "ignores this setting"
+    words = BEYOND.get(path, "that ends at") if path in SPAN_ENDPOINTS else "ignores this setting"
     assert (status, "snapkv_spans: " in said and words in said) == (400, True), said
     if not (path.endswith("batch") and stream):
         right = {"stream": stream, "vllm_xargs": {"snapkv_budget": 64}}

@@ -43,10 +43,10 @@ def reused(engine):
 
 def forget(engine):
     """Nothing is left of sessions once they are dropped, on the scheduler's side or a worker's."""
-    engine.scheduler.sessions.drop_idle()
+    engine.scheduler.sessions.remove_idle()
     engine.require_empty()
     assert not engine.scheduler.sessions._turns
-    assert not engine.runner._compressor.positions._noted
+    assert not engine.runner._compressor.positions._positions
 
 
 def test_every_turn_answers_as_a_compressing_cache_of_the_library(engine, small):
@@ -166,7 +166,7 @@ def test_results_are_protected_and_dropped_as_whole_spans(engine):
 def assert_spans(engine, results, ids, turn):
     """What the worker has noted: true positions, of results all or nothing, all the last ones."""
     held = engine.scheduler.sessions._held[-1]
-    for positions in engine.runner._compressor.positions._noted[held.first_block].values():
+    for positions in engine.runner._compressor.positions._positions[held.first_block].values():
         for head in positions.tolist():
             assert head == sorted(set(head))
             assert len(head) <= 128
@@ -208,7 +208,7 @@ def test_requests_that_do_not_match_a_history_are_computed_as_usual(engine):
     ):
         alone = engine.answers([ids], greedy(6, extra_args=args | own("alone")))
         assert engine.answers([ids], greedy(6, extra_args=args)) == alone
-        engine.scheduler.sessions.drop_idle()
+        engine.scheduler.sessions.remove_idle()
         engine.answers([first], greedy(4, extra_args=own("four")))
     assert went_on(engine) == requests
     forget(engine)

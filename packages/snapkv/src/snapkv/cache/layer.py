@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,11 +21,6 @@ from snapkv.storage.dense import DenseStore
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
-
-Turns = Literal["append", "compress", "recall"]
-"""How a later prompt is handled. "append": store all of it. "compress": let its last queries vote
-on the stored tokens, and compress them again. "recall": restore every evicted token first, and
-compress everything again."""
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """A function that rotates (B, H, N, D) states by (B, N) positions; it computes in float32."""
@@ -66,7 +61,7 @@ class CompressedLayer(DynamicLayer):
         state: other tensors about the tokens, such as their scores.
         queries: the last queries, which may vote again.
         offloaded: all tokens of the turns so far, off the device, if the layer has recall.
-        turns: how a later prompt is handled.
+        chooses_again: whether the layer compresses again at the end of every later prompt.
         protect: positions of the whole conversation that must not be evicted; None for none.
     """
 
@@ -80,7 +75,7 @@ class CompressedLayer(DynamicLayer):
         self.store: TokenStore = DenseStore()
         self.slots, self.state, self._seen_tokens = SlotMap(), LayerState(), 0
         self.offloaded = OffloadedTokens()
-        self.turns: Turns = "append"
+        self.chooses_again = False
         self.protect: Spans | None = None
 
     # The interface of a transformers cache layer.
@@ -105,9 +100,6 @@ class CompressedLayer(DynamicLayer):
     def is_croppable(self) -> bool:
         return not isinstance(self.policy, EvictingPolicy)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the store is filled by the first tokens."""
-
     def update(
         self,
         key_states: Tensor,
@@ -118,7 +110,7 @@ class CompressedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append new tokens and return all stored keys and values, with the new ones at the end.
 
-        Offloaded tokens are restored first if they are due.
+        If the offloaded tokens are due, the caller must have restored them.
 
         Args:
             key_states: (B, H, N, D).
@@ -132,11 +124,9 @@ class CompressedLayer(DynamicLayer):
             The keys and the values to attend to.
         """
         # The policy chooses from exact keys and values, so quantized ones become dense again.
-        store, chooses = self.store, self.slots.kept is None or self.turns != "append"
-        if self.offloaded.is_due:
-            self.recall()
-        elif chooses and coming is not None and isinstance(store, CodedStore):
-            self._hold_dense(store)
+        may_choose = self.slots.kept is None or self.chooses_again
+        if may_choose and coming is not None and isinstance(self.store, CodedStore):
+            self._hold_dense(self.store)
         if not self.store.has_room:
             self._seen_tokens += key_states.shape[-2]
         evicts = isinstance(self.policy, EvictingPolicy)
@@ -151,7 +141,7 @@ class CompressedLayer(DynamicLayer):
 
         The stored slots stand for the last columns of the full mask.
         """
-        if self.recall_due or (self.slots.kept is None and not self.store.has_room):
+        if self.offloaded.is_due or (self.slots.kept is None and not self.store.has_room):
             return self.columns + query_length, self.slots.removed_tokens
         store = self.store
         return store.tail.columns(query_length), self.slots.seen(store.unmasked_slots)
@@ -210,11 +200,6 @@ class CompressedLayer(DynamicLayer):
         copied.leave_room()
         return copied
 
-    @property
-    def chooses_again(self) -> bool:
-        """Whether the layer compresses again at the end of every later prompt."""
-        return self.turns != "append"
-
     # What the layer holds.
 
     @property
@@ -223,11 +208,7 @@ class CompressedLayer(DynamicLayer):
 
         It is an int, or a tensor while the device counts the tokens of recorded steps.
         """
-        return self._counted_tokens if self.store.has_room else self._seen_tokens
-
-    @property
-    def _counted_tokens(self) -> int:
-        return self.slots.seen(self.store.slots)
+        return self.slots.seen(self.store.slots) if self.store.has_room else self._seen_tokens
 
     @property
     def columns(self) -> int:
@@ -237,22 +218,13 @@ class CompressedLayer(DynamicLayer):
     @property
     def held_bytes(self) -> int:
         """Bytes of the stored keys and values, second copies included, measured on the tensors."""
-        return self.store.held_bytes + self._sink_bytes
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of everything else than the keys and values, measured on the tensors."""
-        own_bytes = self.slots.nbytes + self.state.nbytes - self._sink_bytes
-        return own_bytes + self.queries.nbytes + self.store.index_bytes
+        sinks = self.state.sink_keys
+        return self.store.held_bytes + (0 if sinks is None else sinks.nbytes)
 
     @property
     def other_states(self) -> dict[str, Any]:
         """The layer's recurrent states, by the names of the attributes in transformers."""
         return {}
-
-    @property
-    def _sink_bytes(self) -> int:
-        return 0 if self.state.sink_keys is None else self.state.sink_keys.nbytes
 
     def stored_columns(self) -> Tensor:
         """Return the column of the token in every slot: (B, H, S) int64, negative for no token."""
@@ -269,9 +241,6 @@ class CompressedLayer(DynamicLayer):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.slots.positions_of(self.stored_columns())
 
-    def _update_state(self, **fields: Any) -> None:
-        self.state = replace(self.state, **fields)
-
     # What else the wrapped attention needs from a layer.
 
     def remember_ids(self, token_ids: Tensor) -> None:
@@ -286,7 +255,7 @@ class CompressedLayer(DynamicLayer):
         known = self.state.token_ids
         if self.queries.held is not None and known is not None:
             token_ids = torch.cat([known, token_ids], dim=1)
-        self._update_state(token_ids=token_ids)
+        self.state = replace(self.state, token_ids=token_ids)
 
     # Evicting and quantizing.
 
@@ -316,59 +285,24 @@ class CompressedLayer(DynamicLayer):
         heads = query_heads if self.policy.per_query_head else self.keys.shape[1]
         return self.store.token_cost(heads, self.codes)
 
-    def end_prompt(self, selection: Selection | None, prompt: PromptLayer, **lost: Tensor) -> None:
+    def end_prompt(
+        self, prompt: PromptLayer, selection: Selection | None = None, **lost: Tensor
+    ) -> None:
         """Record that the prompt has been read, and evict what was not selected.
 
         Args:
-            selection: what to keep; None to keep everything and leave the choice to a later turn.
             prompt: the prompt's states in this layer. In a later turn, these are all tokens seen so
                 far or, without recall, all stored tokens.
-            **lost: the lost votes, as fields of `LayerState`.
-        """
-        self.note_end(prompt, **lost)
-        if selection is not None:
-            self.keep(selection)
-
-    def note_end(self, prompt: PromptLayer, **lost: Tensor) -> None:
-        """Record that the prompt has been read, without evicting anything.
-
-        Args:
-            prompt: the prompt's states in this layer.
+            selection: what to keep; None to evict nothing now.
             **lost: the lost votes, as fields of `LayerState`.
         """
         slots = self.slots
         self.queries.end_prompt(prompt.queries)
-        self._update_state(**{"lost_mass": None, "lost_peak": None, **lost})
-        pads = prompt.pad_tokens if slots.is_whole else slots.pads
-        chosen_at = slots.seen(prompt.keys.shape[2])
-        self.slots = replace(slots, pads=pads, chosen_at=chosen_at)
-
-    def kept_slots(self, prompt_tokens: int) -> int:
-        """Return how many slots a prompt of `prompt_tokens` tokens occupies after compression."""
-        return prompt_tokens if self.slots.kept is None else self.slots.chosen_slots
-
-    def in_heads(self, tokens: int) -> RaggedStore:
-        """Return the store as a ragged one, whose first `tokens` slots may differ between heads."""
-        store = self.store
-        if isinstance(store, DenseStore):
-            store = store.ragged_from(self.slots.leading_padding, tokens)
-        assert isinstance(store, RaggedStore)
-        return store
-
-    def hold_codes(self, store: CodedStore, tokens: int) -> None:
-        """Replace the first `tokens` slots by their quantized form.
-
-        With recall, the exact keys and values are offloaded first. If a token was evicted before,
-        all of them have been offloaded already.
-
-        Args:
-            store: the store with the quantized slots, which replaces the present one.
-            tokens: how many slots are quantized.
-        """
-        exact, self.store = self.store, store
-        self.slots = self.slots.without_padding()
-        if self.slots.kept is None:
-            self.offloaded.append_up_to(tokens, exact)
+        self.state = replace(self.state, **{"lost_mass": None, "lost_peak": None, **lost})
+        pads = prompt.pad_tokens if slots.kept is None else slots.pads
+        self.slots = replace(slots, pads=pads, chosen_at=slots.seen(prompt.keys.shape[2]))
+        if selection is not None:
+            self.keep(selection)
 
     def keep(self, selection: Selection) -> None:
         """Keep the selected slots of a prompt; with recall, offload all tokens first."""
@@ -381,29 +315,11 @@ class CompressedLayer(DynamicLayer):
         if selection.scores is not None:
             scores = scores_of_slots(selection.scores, kept, self.keys.shape[1])
         ids = None if ids is None else ids[:, tokens:]
-        self._update_state(head_notes=selection.head_notes, slot_scores=scores, token_ids=ids)
+        self.state = replace(
+            self.state, head_notes=selection.head_notes, slot_scores=scores, token_ids=ids
+        )
         if selection.sink_tokens:
             self.move_sinks(selection.sink_tokens)
-
-    def keep_rows(self, rows: Tensor, counts: Counts, columns: Tensor) -> None:
-        """Keep different tokens in every head of a prompt; with recall, offload all tokens first.
-
-        Args:
-            rows: (N,) int64, the kept tokens, as indices into the list of all tokens, head by head.
-            counts: how many of them each head keeps.
-            columns: (B, H, K) int32, the columns of these tokens; -1 in front if a head keeps
-                fewer than K.
-        """
-        tokens, device = self.store.slots, self.store.keys.device
-        at = self.slots.columns_by(tokens)
-        self.offloaded.append_up_to(tokens, self.store)
-        if isinstance(self.store, DenseStore):
-            self.store = self.store.ragged_from(None, tokens)
-        assert isinstance(self.store, RaggedStore)
-        self.store.select_flat(rows.to(device), counts)
-        self.slots = self.slots.chosen(columns.to(device), at, padding_slots=None)
-        ids = self.state.token_ids
-        self._update_state(head_notes=None, token_ids=None if ids is None else ids[:, tokens:])
 
     def move_sinks(self, sink_tokens: int) -> None:
         """Rotate the keys of the attention sinks to the positions right before the other tokens.
@@ -427,7 +343,7 @@ class CompressedLayer(DynamicLayer):
         gap, state = self.slots.evicted_by_row(), self.state
         before = (state.sink_keys, state.sinks_moved)
         keys, moved = self.store.move_sinks(sink_tokens, gap, self.identity.rotation, before)
-        self._update_state(sink_keys=keys, sinks_moved=moved)
+        self.state = replace(self.state, sink_keys=keys, sinks_moved=moved)
 
     def _hold_dense(self, store: RaggedStore) -> None:
         self.store, padding = DenseStore.of(store)
@@ -449,34 +365,9 @@ class CompressedLayer(DynamicLayer):
         self.store.leave_room()
         if isinstance(self.store, RaggedStore) and self.store.was_dense:
             self._hold_dense(self.store)
-        self._seen_tokens = self._counted_tokens
+        self._seen_tokens = self.slots.seen(self.store.slots)
         self.queries.own()
         self.store.finalize_step()
-
-    # Recall.
-
-    @property
-    def recall_due(self) -> bool:
-        """Whether the next forward pass must first restore the offloaded tokens.
-
-        This is so if the pass reads a new turn, whose end chooses from all of them again.
-        """
-        return self.offloaded.is_due
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether the store holds the exact keys and values of every token that was seen."""
-        return self.slots.kept is None and not self.store.has_room and self.store.is_exact
-
-    def recall(self) -> None:
-        """Put the offloaded tokens back in front of the newer ones, as if none had been evicted."""
-        self.offloaded.is_due = False
-        if self.holds_all:
-            return
-        tail = self.store.last(self.columns - self.offloaded.tokens)
-        keys, values = self.offloaded.with_tail(*tail)
-        store = DenseStore().fill(keys, values, self.store.num_kv_heads)
-        self.replace_tokens(store, self.slots.whole())
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
         """Replace the stored tokens.
@@ -486,7 +377,7 @@ class CompressedLayer(DynamicLayer):
             slots: which token is in which slot of `store`.
         """
         self.store, self.slots = store, slots
-        self._seen_tokens = self._counted_tokens
+        self._seen_tokens = slots.seen(store.slots)
 
 
 def scores_of_slots(scores: Tensor, kept: Tensor, heads: int) -> Tensor:

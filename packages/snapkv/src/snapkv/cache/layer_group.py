@@ -115,10 +115,10 @@ class LayerGroup:
         if selection is not None:
             parts = selection.of_layers(self.prompts)
         for layer, part, prompt, own in zip(self.layers, parts, self.prompts, lost, strict=True):
-            layer.end_prompt(part, prompt, **own)
+            layer.end_prompt(prompt, part, **own)
         prompt_tokens = self.prompts[0].keys.shape[2]
-        kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in self.layers)
-        encode(kept, self.layers[0].codes)
+        kept = ((layer, layer.slots.kept_slots(prompt_tokens)) for layer in self.layers)
+        quantize_slots(kept, self.layers[0].codes)
 
     def _lost_votes(self, policy: Policy, selection: Selection | None) -> list[dict[str, Tensor]]:
         """Return the votes that each layer loses, as arguments for `CompressedLayer.end_prompt`.
@@ -126,7 +126,7 @@ class LayerGroup:
         They are empty if nothing is evicted, or if tokens were evicted before.
         """
         nothing: list[dict[str, Tensor]] = [{}] * len(self.layers)
-        if selection is None or not self.layers[0].slots.is_whole:
+        if selection is None or self.layers[0].slots.kept is not None:
             return nothing
         if (votes := policy.votes_at_stake(self.stack)) is None:
             return nothing
@@ -141,15 +141,18 @@ def most_bytes(device: torch.device) -> int:
     return MOST_BYTES.get(device.type, _MOST_BYTES)
 
 
-def encode(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
-    """Quantize the slots that layers keep of a prompt, in place.
+def quantize_slots(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -> None:
+    """Quantize the first slots of layers, in place.
 
-    Consecutive layers of the same kind are quantized together, up to `most_bytes`, because each
-    call has to wait for the GPU once.
+    With recall, the exact keys and values are offloaded first. Consecutive layers of the same kind
+    are quantized together, up to `most_bytes`, because each call has to wait for the GPU once.
 
     Args:
         kept: each layer with the number of its first slots that are quantized.
         codes: the quantized form; None to quantize nothing.
+
+    Raises:
+        InvalidArgumentError: a number is not finite, or beyond half of float32's range.
     """
     if codes is None:
         return
@@ -160,12 +163,17 @@ def encode(kept: Iterable[tuple[CompressedLayer, int]], codes: KVCodes | None) -
         count = max(1, most_bytes(layers[0][0].keys.device) // largest)
         for start in range(0, len(layers), count):
             part = layers[start : start + count]
-            stores = [layer.in_heads(tokens) for layer, tokens in part]
+            stores = [
+                layer.store.as_ragged(layer.slots.leading_padding, tokens) for layer, tokens in part
+            ]
             coded = CodedStore.of_each(stores, codes)
             for (layer, tokens), store in zip(part, coded, strict=True):
-                layer.hold_codes(store, tokens)
+                if layer.slots.kept is None:  # otherwise all tokens are offloaded already
+                    layer.offloaded.append_up_to(tokens, layer.store)
+                layer.store, layer.slots = store, layer.slots.without_padding()
 
 
 def _stack_key(layer: CompressedLayer) -> tuple[Any, ...]:
+    """Return what layers must have in common to be quantized together."""
     keys, values = layer.keys, layer.values
     return keys.device, keys.dtype, keys.shape[-1], values.shape[-1]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.storage.dense import DenseStore
 
 
 def schedule_recall(layers: Iterable[CompressedLayer], *, is_prompt_next: bool) -> None:
@@ -22,7 +23,23 @@ def schedule_recall(layers: Iterable[CompressedLayer], *, is_prompt_next: bool) 
     for layer in layers:
         if layer.offloaded.is_enabled:
             is_needed = is_prompt_next or layer.store.slots == 0
-            layer.offloaded.is_due = is_needed and not layer.holds_all
+            layer.offloaded.is_due = is_needed and not _holds_all(layer)
+
+
+def restore_offloaded(layer: CompressedLayer) -> None:
+    """Put the offloaded tokens back in front of the newer ones, as if none had been evicted."""
+    layer.offloaded.is_due = False
+    if _holds_all(layer):
+        return
+    tail = layer.store.last(layer.columns - layer.offloaded.tokens)
+    keys, values = layer.offloaded.with_tail(*tail)
+    store = DenseStore().fill(keys, values, layer.store.num_kv_heads)
+    layer.replace_tokens(store, layer.slots.whole())
+
+
+def _holds_all(layer: CompressedLayer) -> bool:
+    """Return whether the store holds the exact keys and values of every token that was seen."""
+    return layer.slots.kept is None and not layer.store.has_room and layer.store.is_exact
 
 
 def set_aside(layer: CompressedLayer) -> None:

@@ -82,7 +82,7 @@ class CacheReport(dict[str, Any]):
             kept_tokens=_whole_number(mean),
             later_tokens=_later_tokens(compressed[0]),
             held_bytes=sum(row["held_bytes"] for row in rows),
-            index_bytes=sum(layer.index_bytes for layer in compressed),
+            index_bytes=sum(map(_index_bytes, compressed)),
             host_bytes=sum(layer.offloaded.held_bytes for layer in compressed),
             full_bytes=full_bytes,
             growing_layers=len(compressed),
@@ -239,7 +239,7 @@ def _lost(layer: CompressedLayer, field: str) -> float | None:
     """
     lost = getattr(layer.state, field)
     if lost is None:
-        return 0.0 if layer.slots.is_whole else None
+        return 0.0 if layer.slots.kept is None else None
     return round(float(lost.mean()), 6)
 
 
@@ -256,6 +256,11 @@ def _full_bytes(layer: CompressedLayer) -> int:
         return 0
     per_token = keys.element_size() * (keys.shape[-1] + values.shape[-1])
     return int(keys.shape[0] * layer.store.num_kv_heads * layer.seen_tokens * per_token)
+
+
+def _index_bytes(layer: CompressedLayer) -> int:
+    """Return the bytes of everything in a layer except the keys and values."""
+    return layer.slots.nbytes + layer.state.nbytes + layer.queries.nbytes + layer.store.index_bytes
 
 
 def _whole_number(tokens: float) -> float:

@@ -15,17 +15,17 @@ def per_row(
     *,
     slot_axis: int | None = None,
     token_axis: int | None = None,
-    measured: bool = False,
+    is_counted: bool = True,
 ) -> Any:
     """Declare a field that is None or a tensor whose first axis has the rows of the batch.
 
     Args:
         slot_axis: the axis with one element for every stored slot, or for the first slots.
         token_axis: the axis with one element for each of the last tokens seen.
-        measured: whether the field is only measured for a report and does not count as memory of
-            the cache.
+        is_counted: whether `nbytes` counts the field. Fields that are only measured for a report,
+            or that count as keys and values, are not counted.
     """
-    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "measured": measured}
+    axes = {"slot_axis": slot_axis, "token_axis": token_axis, "is_counted": is_counted}
     return field(default=None, metadata={"per_row": axes})
 
 
@@ -46,7 +46,12 @@ class RowRecord:
         return self._map_tensors(lambda tensor, axes: _drop_first(tensor, axes["slot_axis"], slots))
 
     def cropped(self, tokens: int, slots: int) -> Self:
-        """Return the record without the last `tokens` tokens, which leaves `slots` slots."""
+        """Return a copy of the record without the last `tokens` tokens.
+
+        Args:
+            tokens: how many entries are cut off fields with one entry per token.
+            slots: how many entries are left in fields with one entry per slot.
+        """
 
         def crop(tensor: Tensor, axes: dict[str, Any]) -> Tensor:
             if axes["slot_axis"] is not None:
@@ -60,10 +65,8 @@ class RowRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors, except those that were only measured for a report."""
-        return sum(
-            value.nbytes for value, axes in self._declared().values() if not axes["measured"]
-        )
+        """The bytes of all tensors, except those of fields with `is_counted=False`."""
+        return sum(value.nbytes for value, axes in self._declared().values() if axes["is_counted"])
 
     @property
     def tensors(self) -> dict[str, Tensor]:

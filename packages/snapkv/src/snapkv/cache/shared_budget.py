@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from snapkv import ops
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.layer_group import LayerGroup, encode
+from snapkv.cache.layer_group import LayerGroup, quantize_slots
 from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.policies import AcrossLayers, PromptLayer, Selection
 from snapkv.policies.across_layers import best_entries
@@ -89,8 +89,8 @@ class SharedBudget:
         self._tokens += heads * sum(stack.row_lengths)
         self._list_entries(stack, scores)
         for layer, prompt in zip(group.layers, group.prompts, strict=True):
-            assert layer.slots.is_whole
-            layer.note_end(prompt)
+            assert layer.slots.kept is None
+            layer.end_prompt(prompt)
         budgets = self._row_budgets()
         most_held = max([sum(map(sum, row)) for row in zip(*self._counts, strict=True)])
         if group.reaches_last or most_held > 2 * max(budgets):
@@ -210,7 +210,7 @@ class SharedBudget:
         )
         for layer, own_rows, counts, columns in parts:
             if len(counts[0]) > 1:
-                layer.keep_rows(own_rows, counts, columns)
+                _keep_rows(layer, own_rows, counts, columns)
             else:
                 _keep_columns(layer, counts, columns)
 
@@ -232,8 +232,8 @@ class SharedBudget:
 
     def _finish(self, prompt_tokens: int) -> None:
         """Quantize what is kept, if the layers are to do so, and tell each which votes it lost."""
-        kept = ((layer, layer.kept_slots(prompt_tokens)) for layer in self._layers)
-        encode(kept, self._layers[0].codes)
+        kept = ((layer, layer.slots.kept_slots(prompt_tokens)) for layer in self._layers)
+        quantize_slots(kept, self._layers[0].codes)
         if not len(self._lost_sums):  # every entry is kept, or the policy has no votes
             return
         masses = self._lost_sums / torch.cat(self._vote_sums).clamp(min=LEAST_VOTES)
@@ -247,6 +247,26 @@ class SharedBudget:
                 "lost_peak": peak.view(shape).to(device),
             }
             layer.state = replace(layer.state, **own)
+
+
+def _keep_rows(layer: CompressedLayer, rows: Tensor, counts: Counts, columns: Tensor) -> None:
+    """Keep different tokens in every head of a prompt; with recall, offload all tokens first.
+
+    Args:
+        layer: the layer, which changes in place.
+        rows: (N,) int64, the kept tokens, as indices into the list of all tokens, head by head.
+        counts: how many of them each head keeps.
+        columns: (B, H, K) int32, the columns of these tokens; -1 in front if a head keeps fewer
+            than K.
+    """
+    tokens, device, ids = layer.store.slots, layer.keys.device, layer.state.token_ids
+    seen_columns = layer.slots.columns_by(tokens)
+    layer.offloaded.append_up_to(tokens, layer.store)
+    layer.store = store = layer.store.as_ragged(None, tokens)
+    store.select_flat(rows.to(device), counts)
+    layer.slots = layer.slots.chosen(columns.to(device), seen_columns, padding_slots=None)
+    ids = None if ids is None else ids[:, tokens:]
+    layer.state = replace(layer.state, head_notes=None, token_ids=ids)
 
 
 def _keep_columns(layer: CompressedLayer, counts: Counts, columns: Tensor) -> None:

@@ -67,10 +67,9 @@ class SlotMap(RowRecord):
         """Whether a prompt was read to its end and some of its tokens were evicted."""
         return self.kept is not None and self.chosen_at > 0
 
-    @functools.cached_property
-    def is_whole(self) -> bool:
-        """Whether nothing has been evicted."""
-        return self.kept is None
+    def kept_slots(self, prompt_tokens: int) -> int:
+        """Return how many slots a prompt of `prompt_tokens` tokens occupies after compression."""
+        return prompt_tokens if self.kept is None else self.chosen_slots
 
     def columns_by(self, slots: Count) -> Count:
         """Return how many columns a layer with `slots` slots has seen."""
@@ -368,10 +367,10 @@ class LayerState(RowRecord):
     slot_scores: Tensor | None = per_row(slot_axis=2)
     head_notes: Tensor | None = per_row()
     token_ids: Tensor | None = per_row(token_axis=1)
-    sink_keys: Tensor | None = per_row()
+    sink_keys: Tensor | None = per_row(is_counted=False)
     sinks_moved: Tensor | None = per_row()
-    lost_mass: Tensor | None = per_row(measured=True)
-    lost_peak: Tensor | None = per_row(measured=True)
+    lost_mass: Tensor | None = per_row(is_counted=False)
+    lost_peak: Tensor | None = per_row(is_counted=False)
 
     def scores_with(self, new_tokens: int) -> Tensor | None:
         """Return `slot_scores`, followed by a score of zero for each new token.

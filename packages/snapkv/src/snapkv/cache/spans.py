@@ -160,7 +160,7 @@ def _is_whole_again(layer: CompressedLayer) -> bool:
     slots, store = layer.slots, layer.store
     if not store.is_exact and store.keys.shape[1] != store.num_kv_heads:
         return False
-    return slots.is_whole or bool(slots.whole_rows().all())
+    return slots.kept is None or bool(slots.whole_rows().all())
 
 
 def _make_whole(layer: CompressedLayer) -> None:
@@ -255,7 +255,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
 
 
 def _slots_without(layer: CompressedLayer, spans: Sequence[Spans]) -> Tensor:
-    """Return which slots hold a token outside the spans of its row.
+    """Return which slots hold a token that is in none of the spans of its row.
 
     Returns:
         (B, H, S) bool.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 from snapkv.cache.layer import CompressedLayer
+from snapkv.cache.recall import restore_offloaded
 from snapkv.errors import InvalidTypeError, wrong
 from snapkv.storage import uncompressed
 
@@ -56,7 +57,7 @@ def take_back(layers: Sequence[Any], tokens: int) -> bool:
     ]
     for layer in layers:
         if any(must_restore) and isinstance(layer, CompressedLayer):
-            layer.recall()
+            restore_offloaded(layer)
         uncompressed.crop(layer, tokens)
     return any(must_restore)
 

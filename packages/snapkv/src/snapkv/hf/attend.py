@@ -37,7 +37,7 @@ class AttentionCall:
 
     @property
     def score_options(self) -> ops.ScoreOptions:
-        """The scaling, soft-cap and sinks that the model's attention applies to its scores."""
+        """The options of the model's attention scores: their scaling, soft-cap and sink logits."""
         scaling = self.options.get("scaling")
         return ops.ScoreOptions(
             scaling=self.query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -134,7 +134,7 @@ def with_fitting_mask(call: AttentionCall, layer: CompressedLayer) -> AttentionC
 
 
 def _attend_ragged(call: AttentionCall, store: TokenStore) -> Tensor:
-    """Attend to kept tokens whose number differs by head, and to the append buffer.
+    """Compute attention over the append buffer and over heads with different numbers of tokens.
 
     Returns:
         (B, Q, Hq, D) outputs.

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from snapkv import ops
 from snapkv.cache.evicting import absorb_tail, apply_eviction
 from snapkv.cache.layer import CompressedLayer
-from snapkv.cache.layer_group import encode
+from snapkv.cache.layer_group import quantize_slots
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.cache.recall import set_aside
 from snapkv.cache.spans import protected_slots
@@ -115,13 +115,17 @@ def _make_mask(
 
 
 def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
-    """Raise if tokens, such as those of an image, see later ones after a compressed prompt.
+    """Raise if the mask is not causal although the cache has already evicted tokens.
+
+    The tokens of an image, for instance, can attend to each other in both directions.
 
     Raises:
         UnsupportedModelError: a layer has evicted tokens, and `mask` is not causal for the last
             `new_tokens` tokens.
     """
-    is_compressed = any(one.slots.is_compressed and not one.recall_due for one in watch.layers)
+    is_compressed = any(
+        one.slots.is_compressed and not one.offloaded.is_due for one in watch.layers
+    )
     if is_compressed and sees_ahead(mask, new_tokens):
         raise wrong(
             "attention_mask",
@@ -235,7 +239,10 @@ def _read_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
 
 
 def _end_prompt(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read the end of the first prompt, then let the layer evict tokens, alone or in a group."""
+    """Read the end of the first prompt, and then let the policy select which tokens to keep.
+
+    The layer may wait for the next layers, so that a group of layers selects at once.
+    """
     layer = context.layer
     own, slots = call.query.shape[2], call.key.shape[2]
     pads = leading_pads(call.mask, own - 1, slots, layer.policy.query_tokens)
@@ -263,14 +270,14 @@ def _read_turn(call: AttentionCall, context: ForwardContext) -> Attended:
             _evict(call, layer, policy, turn_tokens)
         else:
             layer.queries.remember(call.query, turn_tokens)
-    if layer.turns != "append":
+    if layer.chooses_again:
         layer.queries.look_back(call.query)
     layer.store.finalize_step()
     return attended
 
 
 def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read the end of a later prompt, then let it vote on all stored tokens and evict again."""
+    """Read the end of a later prompt, let its queries vote on all stored tokens, and evict."""
     layer = context.layer
     attended = attend_stored(call, layer)
     unasked = context.forward_pass.check.unasked
@@ -281,20 +288,20 @@ def _end_turn(call: AttentionCall, context: ForwardContext) -> Attended:
     if selection is None:
         layer.queries.look_back(call.query)
     else:
-        layer.end_prompt(selection, prompt)
-        stored = layer.kept_slots(stored)
-    encode([(layer, stored)], layer.codes)
+        layer.end_prompt(prompt, selection)
+        stored = layer.slots.kept_slots(stored)
+    quantize_slots([(layer, stored)], layer.codes)
     return attended
 
 
 def _decode(call: AttentionCall, context: ForwardContext) -> Attended:
-    """Read tokens after the prompt; a policy that evicts while generating may then evict."""
+    """Read tokens that come after the prompt, and evict if the policy evicts during decoding."""
     layer = context.layer
     attended = attend_stored(call, layer)
     drafts = call.query.shape[2] if context.forward_pass.prompt_state.verifies_drafts else 0
     if isinstance(policy := layer.policy, EvictingPolicy):
         _evict(call, layer, policy, call.query.shape[2])
-    if layer.turns != "append":
+    if layer.chooses_again:
         layer.queries.look_back(call.query, drafts)
     layer.store.finalize_step(drafts)
     return attended
@@ -317,7 +324,7 @@ def _attend_shared(call: AttentionCall, shared: Shared) -> Attended:
 
 
 def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
-    """Attend to the kept tokens and the append buffer of a layer during captured decode steps.
+    """Compute attention over everything that a layer stores, in a captured decode step.
 
     Raises:
         UnsupportedModelError: attention weights are requested from eager attention.
@@ -335,7 +342,7 @@ def _attend_in_place(call: AttentionCall, shared: Shared) -> Attended:
 def _evict(
     call: AttentionCall, layer: CompressedLayer, policy: EvictingPolicy, new_tokens: int
 ) -> None:
-    """Let a policy that evicts while generating select tokens to evict, and evict them in place.
+    """Let a policy that evicts during decoding select tokens, and evict the others in place.
 
     Args:
         call: the attention call that has just run.
@@ -484,8 +491,8 @@ def _require_cache_was_used(call: AttentionCall) -> None:
     if isinstance(getattr(call.options.get("cache"), "prompt_state", None), PromptState):
         raise wrong(
             "cache",
-            "before transformers 5.24, models ignore this argument, got a CompressedCache",
-            "Pass past_key_values=cache",
+            "models ignore this argument before transformers 5.24, got a CompressedCache",
+            "Pass the cache as past_key_values=cache instead",
             CacheMismatchError,
         )
 
@@ -500,8 +507,8 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None
     if call.module not in context.forward_pass.modules:
         return wrong(
             "cache",
-            f"expected the model the cache was made for, got another {name}",
-            "Make a CompressedCache for this model",
+            f"expected the model for which the cache was made, got another {name}",
+            "Make a new CompressedCache for this model",
             CacheMismatchError,
         )
     if (keys := call.key.shape[2]) != (stored := context.keys.shape[2]):
@@ -510,7 +517,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None
             f"expected attention to the {stored:,} keys that the cache has returned, got {keys:,} "
             f"in layer {layer.identity.layer_idx}, where {name} of {type(call.module).__module__} "
             "adds keys of its own, such as a learned null key, or leaves some out",
-            "Use transformers' own cache for it, because its votes would be wrong",
+            "Use transformers' own cache for this model, because the votes would be wrong",
             UnsupportedModelError,
         )
     is_stored = call.key is context.keys and call.value is context.values
@@ -549,8 +556,8 @@ def _refusal_of_images(name: str, context: ForwardContext) -> SnapKVError | None
         return None
     return wrong(
         "policy",
-        f"{layer.policy.name} needs positions that count tokens, which those of {name} do not do "
-        "after an image",
+        f"{layer.policy.name} needs positions that count tokens, but the positions of {name} do "
+        "not count tokens after an image",
         "Use SnapKV, or set the model's `rope_deltas` to None if it has read no image",
         UnsupportedModelError,
     )

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from snapkv.cache.layer import CompressedLayer, Turns
+from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
+from snapkv.cache.recall import restore_offloaded
 from snapkv.cache.report import CacheReport
 from snapkv.cache.shown import page_of
 from snapkv.cache.spans import (
@@ -40,7 +41,7 @@ from snapkv.hf.identity import unwrapped
 from snapkv.hf.install import use
 from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import States, shares_latent, states_of
-from snapkv.hf.support import Setup
+from snapkv.hf.support import Setup, Turns
 from snapkv.page import Page
 from snapkv.policies import Policy, default_policy
 from snapkv.policies.default import adapt_to_question
@@ -148,7 +149,7 @@ class CompressedCache(Cache):
         compressed = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         pool = setup.pool
         for layer in compressed:
-            layer.turns, layer.protect = setup.turn_mode, setup.protect
+            layer.chooses_again, layer.protect = setup.chooses_again, setup.protect
             layer.queries.fit(policy, chooses_again=layer.chooses_again)
             layer.offloaded = OffloadedTokens(pool)
         self._use = use(model)
@@ -206,7 +207,7 @@ class CompressedCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.let_go_of_the_past(layer, new_tokens)
             return keys, values
-        if layer.store.has_room and not layer.recall_due:
+        if layer.store.has_room and not layer.offloaded.is_due:
             keys, values = layer.update(key_states, value_states)
             forward_context.share_heads(layer, self.prompt_state, keys)
             return keys, values
@@ -219,6 +220,8 @@ class CompressedCache(Cache):
         read: Pass | None = prompt_state.forward_pass
         if read is None or read.start != seen or read.new_tokens != new_tokens:
             raise prompt_state.interrupted()  # the layers before have not read the same tokens
+        if layer.offloaded.is_due:
+            restore_offloaded(layer)
         keys, values = layer.update(key_states, value_states, coming=read.coming)
         if is_first and read.coming == 0:
             prompt_state.chooser.unread_layers = self._choosing
@@ -237,7 +240,7 @@ class CompressedCache(Cache):
             CacheMismatchError: the pass may contain drafts, and no prompt has been announced.
         """
         state, seen = self.prompt_state, seen_tokens + new_tokens
-        end, turns = state.end_by(seen), state.layers[0].turns
+        end, chooses_again = state.end_by(seen), state.layers[0].chooses_again
         return Pass(
             prompt_state=state,
             modules=self._use.modules,
@@ -248,7 +251,7 @@ class CompressedCache(Cache):
             reads_end=seen >= end,
             turn_tokens=end - state.turn_start,
             phase=phase_of(seen, new_tokens, end, None),
-            turn_phase=phase_of(seen, new_tokens, end, turns),
+            turn_phase=phase_of(seen, new_tokens, end, chooses_again),
             has_own_mask=self._padding.masked_to != (end if state.is_piecewise else seen),
         )
 
@@ -825,6 +828,11 @@ class CompressedCache(Cache):
     # Copies.
 
     def __reduce__(self) -> NoReturn:
+        """Raise an error, because a cache is saved with `save` and cannot be pickled.
+
+        Raises:
+            InvalidTypeError: always.
+        """
         raise wrong(
             "cache",
             f"a {type(self).__name__} cannot be pickled",
@@ -880,6 +888,11 @@ def _branch(layer: Any) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # torch's
 def _refuse_compiled() -> NoReturn:
+    """Raise the error for a model that was compiled with `torch.compile`.
+
+    Raises:
+        UnsupportedModelError: always.
+    """
     raise wrong(
         "model",
         "a model that torch.compile has compiled cannot use a CompressedCache, because compiled "

@@ -9,7 +9,7 @@ from snapkv.errors import wrong
 
 
 def load_complete(
-    source: object, place: object, *, told_by: str, remedy: str, **options: Any
+    source: object, place: object, *, listing: str, remedy: str, **options: Any
 ) -> Any:
     """Load a model, and check that the checkpoint has every weight in its right shape.
 
@@ -18,7 +18,7 @@ def load_complete(
     Args:
         source: the user's name for the model, for the error message.
         place: the first argument of `from_pretrained`.
-        told_by: what lists the weights, for the error message: "config.json", or the "header" of a
+        listing: what lists the weights, for the error message: "config.json", or the "header" of a
             GGUF file.
         remedy: the last sentence of the error message, without a full stop.
         options: further arguments of `from_pretrained`.
@@ -41,7 +41,7 @@ def load_complete(
         found_faults = " and ".join(f"{word} {_some(names)}" for word, names in faults if names)
         raise wrong(
             "model",
-            f"expected every weight of its {told_by} in {str(source)!r}, got a checkpoint "
+            f"expected every weight of its {listing} in {str(source)!r}, got a checkpoint "
             f"{found_faults}",
             remedy,
         )

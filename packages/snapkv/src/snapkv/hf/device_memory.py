@@ -12,7 +12,10 @@ from snapkv.errors import OutOfMemoryError, SnapKVError
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free bytes of a device; None if unknown. On the CPU, ``ulimit -v`` counts too."""
+    """Return how many bytes of a device's memory are free, or None if this is not known.
+
+    On the CPU, the limit of the process (``ulimit -v``) is taken into account, too.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
@@ -22,14 +25,18 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a device's whole memory; None if unknown."""
+    """Return the size of a device's memory in bytes, or None if it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return _pages("PHYS") if device.type == "cpu" else None
 
 
 def _pages(kind: str) -> int | None:
-    """Return the bytes in the system's memory pages of a kind, such as "AVPHYS", or None."""
+    """Return the size of all memory pages of one kind, such as "AVPHYS", in bytes, if it is known.
+
+    Returns:
+        The number of bytes, or None.
+    """
     name = f"SC_{kind}_PAGES"
     known = name in os.sysconf_names
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") if known else None

@@ -72,10 +72,10 @@ class Doubt:
             if not difference <= explained:
                 raise wrong(
                     "model",
-                    "expected attention that scaling, soft-cap and sinks describe, got "
-                    f"{self.attention}, whose output differs by {difference:.1%} in layer "
+                    "expected attention whose scores depend only on scaling, soft-cap and sinks, "
+                    f"got {self.attention}, whose output differs by {difference:.1%} in layer "
                     f"{layer_idx}",
-                    "Use transformers' own cache for it, because its votes would be wrong",
+                    "Use transformers' own cache for this model, because the votes would be wrong",
                     UnsupportedModelError,
                 )
 
@@ -158,7 +158,7 @@ def doubt_scores(
 
 
 def require_faithful(doubts: Sequence[Doubt], unasked: Sequence[DeferredCheck] = ()) -> None:
-    """Raise unless rounding explains all differences; also run the deferred checks.
+    """Raise if a difference is too large to be a rounding error, and run the deferred checks.
 
     Waits for a GPU once.
 
@@ -180,7 +180,11 @@ def _epsilon(output: Tensor, rounds_scores: bool) -> float:
 
 
 def _last_query_scores(layer: PromptLayer) -> Tensor:
-    """Return the attention scores of the prompt's last query, (B, Hkv, Hq / Hkv, T) float32."""
+    """Compute the attention scores of the last query of the prompt.
+
+    Returns:
+        (B, Hkv, Hq / Hkv, T) float32.
+    """
     B, Hq, _, D = layer.queries.shape
     Hkv = layer.keys.shape[1]
     grouped = layer.queries[:, :, -1].reshape(B, Hkv, Hq // Hkv, D).float()
@@ -191,7 +195,15 @@ def _last_query_scores(layer: PromptLayer) -> Tensor:
 
 
 def _attend(layer: PromptLayer, scores: Tensor) -> Tensor:
-    """Return the attention output that belongs to `scores`, (B, Hq, Dv) float32."""
+    """Compute the attention output of a query from its scores.
+
+    Args:
+        layer: the layer, for its values and sink logits.
+        scores: the scores that `_last_query_scores` returned, with padding hidden.
+
+    Returns:
+        (B, Hq, Dv) float32.
+    """
     logits = layer.score_options.sink_logits
     if logits is None:
         weights = scores.softmax(dim=-1)

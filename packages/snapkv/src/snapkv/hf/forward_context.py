@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from snapkv.cache.layer import CompressedLayer, Turns
+from snapkv.cache.layer import CompressedLayer
 from snapkv.cache.prompt_state import PaddingTracker, PromptState
 from snapkv.hf.fidelity import VoteCheck
 from snapkv.policies import PromptLayer
@@ -38,31 +38,34 @@ class Phase(Enum):
     DECODE = auto()  # tokens after the prompt
 
 
-def phase_of(seen_tokens: int, new_tokens: int, prompt_end: int, turn: Turns | None) -> Phase:
+def phase_of(
+    seen_tokens: int, new_tokens: int, prompt_end: int, chooses_again: bool | None
+) -> Phase:
     """Return the phase of an attention call whose layer has just appended its tokens.
 
     Args:
         seen_tokens: how many tokens the layer has seen, including the new ones.
         new_tokens: how many tokens this pass reads.
         prompt_end: how many tokens the layer will have seen at the end of the prompt or turn.
-        turn: how a later prompt is handled, if the layer has evicted tokens. None if the layer
-            still holds all tokens: then the whole conversation is compressed like a first prompt.
+        chooses_again: whether the end of a later prompt compresses a layer again that has evicted
+            tokens. None if the layer still holds all tokens: then the whole conversation is
+            compressed like a first prompt.
 
-    | begins before the end | reaches it | turn | phase |
+    | begins before the end | reaches it | chooses_again | phase |
     |---|---|---|---|
     | no | | | DECODE |
     | yes | no | None | READ_PROMPT |
     | yes | yes | None | END_PROMPT |
     | yes | no | any | READ_TURN |
-    | yes | yes | "append" | READ_TURN |
-    | yes | yes | "compress", "recall" | END_TURN |
+    | yes | yes | False | READ_TURN |
+    | yes | yes | True | END_TURN |
     """
     if seen_tokens - new_tokens >= prompt_end:
         return Phase.DECODE
     reaches_end = seen_tokens >= prompt_end
-    if turn is None:
+    if chooses_again is None:
         return Phase.END_PROMPT if reaches_end else Phase.READ_PROMPT
-    return Phase.END_TURN if reaches_end and turn != "append" else Phase.READ_TURN
+    return Phase.END_TURN if reaches_end and chooses_again else Phase.READ_TURN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +229,11 @@ def step(*, is_recording: bool = False) -> Iterator[None]:
 
 
 def leave(prompt_state: PromptState) -> bool:
-    """Forget the context that an update of this cache has left; return whether there was one."""
+    """Forget the context that an update of this cache has left for its attention.
+
+    Returns:
+        Whether there was one.
+    """
     context = current.context
     left = context is not None and context.forward_pass.prompt_state is prompt_state
     if left:
@@ -280,7 +287,11 @@ def enter_padding(watch: PaddingTracker) -> None:
 
 
 def take_padding() -> PaddingTracker | None:
-    """Return and forget the padding tracker left for the next mask; None if its cache is gone."""
+    """Return the padding tracker that was left for the next mask, and forget it.
+
+    Returns:
+        The tracker, or None if none was left or its cache has been deleted.
+    """
     padding, current.padding = current.padding, None
     return None if padding is None else padding()
 

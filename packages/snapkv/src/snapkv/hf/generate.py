@@ -40,7 +40,8 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     """Run `generate`, after announcing the length of the prompt to a `CompressedCache`.
 
     Raises:
-        InvalidArgumentError: an argument of `generate` does not work with a compressed cache.
+        InvalidArgumentError: an argument of `generate` does not work with a compressed cache, or
+            the policy needs token ids and only embeddings are passed.
         UnsupportedModelError: the model uses PEFT prompt or prefix tuning.
     """
     prompt_state = _prompt_state_of(kwargs)
@@ -50,8 +51,8 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if prompt_state.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
         raise wrong(
             "inputs_embeds",
-            f"{prompt_state.policy.name} looks at token ids, got only embeddings",
-            "Pass input_ids",
+            f"the method {prompt_state.policy.name} needs token ids, got only embeddings",
+            "Pass input_ids instead of embeddings",
         )
     end = _prompt_tokens(args, kwargs)
     if (ids := _prompt_ids(args, kwargs)) is not None:
@@ -108,7 +109,7 @@ def _with_omitted_cache(
     """
     if cache.get_seq_length() or cache_among(inputs) is not None:
         limit = getattr(model.config, "original_max_position_embeddings", None)
-        remedy = "Use transformers' own cache for it"
+        remedy = "Use transformers' own cache for this model"
         if limit is not None:
             remedy = (
                 f"Keep prompt and answer within original_max_position_embeddings={limit:,} tokens, "
@@ -132,7 +133,7 @@ def _prefill(
     model_kwargs: Any,
     **options: Any,
 ) -> Any:
-    """Run the prefill, after announcing the prompt if the wrapped `generate` did not run.
+    """Run the prefill of a prompt, and announce the prompt first if `generate` did not do so.
 
     The pieces of a prompt run eagerly; only the decode steps after them are captured.
 
@@ -195,6 +196,11 @@ class _PromptFirst:
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **given: Any) -> Any:
+        """Read the prompt and then the drafts, and return the outputs of both as one.
+
+        Raises:
+            UnsupportedModelError: attention weights are requested, which have no common shape.
+        """
         prompt_state = _prompt_state_of(given)
         if prompt_state is None or not _is_split(self._model, prompt_state):
             return self._forward(*args, **given)
@@ -291,8 +297,8 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
     if _prompt_state_of(kwargs) is not None:
         raise wrong(
             "cache",
-            "generate_batch uses a paged cache of its own, got a CompressedCache",
-            "Call generate, or serve many requests with `snapkv serve`",
+            "generate_batch always uses its own paged cache, got a CompressedCache",
+            "Call generate instead, or serve many requests with `snapkv serve`",
         )
     return own(model, *args, **kwargs)
 
@@ -301,7 +307,7 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Run continuous batching with the unwrapped attention, whose name it looks at."""
     installation = vars(model).get(INSTALLATION)
-    unwrapped = contextlib.nullcontext() if installation is None else installation.aside()
+    unwrapped = contextlib.nullcontext() if installation is None else installation.unwrapped()
     with unwrapped, own(model, *args, **kwargs) as manager:
         yield manager
 
@@ -309,7 +315,7 @@ def _batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 def _init_batching(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Unwrap the attention until the next cache is made, since the manager outlives this call."""
     if installation := vars(model).get(INSTALLATION):
-        installation.lay_aside()
+        installation.unwrap()
     return own(model, *args, **kwargs)
 
 
@@ -329,7 +335,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
 
 
 class _Announcing:
-    """A wrapped method of a model, set on the instance, which runs its entry of `_AROUND`."""
+    """A wrapper that replaces one method of a model, and calls a function of `_AROUND` instead."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         self._model = weakref.ref(model)
@@ -364,9 +370,9 @@ class _Announcing:
 
 
 def announce_prompts(model: PreTrainedModel) -> None:
-    """Wrap the methods in `_AROUND` on the model, in place.
+    """Set a wrapper on the model for each of its methods that is named in `_AROUND`.
 
-    A method that somebody else has set on the instance is not wrapped.
+    Changes the model in place. A method that somebody else has set on the instance is not wrapped.
     """
     for name in _AROUND:
         found = vars(model).get(name)
@@ -411,7 +417,7 @@ def _prompt_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the first argument of `generate`, the (B, N) token ids; None if it is no tensor."""
+    """Return the token ids that were passed to `generate`, (B, N), or None if there are none."""
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     return ids if isinstance(ids, Tensor) else None
 
@@ -442,7 +448,7 @@ def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
-    """Raise if the call also names a cache of transformers, such as its offloaded cache.
+    """Raise if the call asks transformers for a cache of another kind, such as an offloaded one.
 
     Raises:
         InvalidArgumentError: `cache_implementation` is set.
@@ -452,14 +458,16 @@ def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
     if name is not None:
         raise wrong(
             "cache_implementation",
-            f"expected none with a CompressedCache, got {name!r}",
+            f"expected no other cache together with a CompressedCache, got {name!r}",
             "Leave it out; to hold evicted tokens in the memory of the host, make the cache with "
             "recall='host'",
         )
 
 
 def _require_no_learned_tokens(model: PreTrainedModel) -> None:
-    """Raise for PEFT prompt and prefix tuning, whose tokens look to a cache like the prompt.
+    """Raise if the model has an adapter of PEFT prompt tuning or prefix tuning.
+
+    A cache could not tell the learned tokens from those of the prompt.
 
     Raises:
         UnsupportedModelError: the active adapter of the model adds learned tokens.
@@ -470,15 +478,17 @@ def _require_no_learned_tokens(model: PreTrainedModel) -> None:
         if getattr(config, "is_prompt_learning", False):
             raise wrong(
                 "model",
-                "a CompressedCache works only with adapters that add no tokens, such as LoRA, got "
-                f"{type(config).__name__}",
+                "a CompressedCache works only with adapters that add no tokens to the prompt, such "
+                f"as LoRA, got {type(config).__name__}",
                 "Generate without past_key_values",
                 UnsupportedModelError,
             )
 
 
 def _require_use_cache(use_cache: bool | None) -> None:
-    """Raise if `generate` would read all tokens again in every step.
+    """Raise if the model is not allowed to use a cache.
+
+    Without it, `generate` would read all tokens again in every step.
 
     Raises:
         InvalidArgumentError: `use_cache` is off.

@@ -28,7 +28,10 @@ _SETTINGS = (
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside a `PeftModel`, which keeps its adapters, or else `model` itself."""
+    """Return the model inside a `PeftModel`, or `model` itself if it is not one.
+
+    The adapters stay in the model that is returned.
+    """
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -110,7 +113,7 @@ def require_identity(own: Mapping[str, Any], saved: Any) -> None:
         raise wrong(
             "model",
             f"expected the model that filled the cache{expected}, got {got}",
-            "Load the model the cache was saved with",
+            "Load the model with which the cache was saved",
             CacheMismatchError,
         )
 
@@ -142,7 +145,7 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype | None) -> str:
 
 
 def _sample(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return up to sixteen evenly spread values of a tensor, as uint8 on the host."""
+    """Return up to sixteen evenly spaced values of a tensor, as uint8 bytes on the host."""
     last = max(parameter.numel() - 1, 0)
     count = min(_SAMPLES, parameter.numel())
     places = torch.linspace(0, last, count, dtype=torch.float64).long().to(parameter.device)

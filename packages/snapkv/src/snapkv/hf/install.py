@@ -69,12 +69,12 @@ class Installation:
 
     @property
     def model(self) -> PreTrainedModel | None:
-        """The model; None if it was deleted before its caches."""
+        """The model, or None if it has been deleted."""
         return self._model()
 
     @property
     def is_used(self) -> bool:
-        """Whether a cache or an `install` still needs the wrappers."""
+        """Whether the wrappers are still needed, by a cache or after a call of `install`."""
         return bool(self.caches or self.installs)
 
     def put_on(self, model: PreTrainedModel) -> None:
@@ -120,16 +120,19 @@ class Installation:
             stop_announcing(model)
             vars(model).pop(INSTALLATION, None)
 
-    def lay_aside(self) -> None:
+    def unwrap(self) -> None:
         """Unwrap the attention of the model in place, although caches of it may be in use."""
         with _alone():
             for config in self._configs:
                 _unset(config)
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Unwrap the attention of the model in this block; its caches refuse to read meanwhile."""
-        self.lay_aside()
+    def unwrapped(self) -> Iterator[None]:
+        """Unwrap the attention of the model within this block, and wrap it again afterwards.
+
+        Within the block, caches of the model raise an error if they are used.
+        """
+        self.unwrap()
         try:
             yield
         finally:

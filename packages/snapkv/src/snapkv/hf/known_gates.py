@@ -42,22 +42,29 @@ def with_known(model: PreTrainedModel, policy: Policy) -> Policy:
 
 
 def _with_gate(model: PreTrainedModel, policy: KVzap) -> KVzap:
+    """Return the policy with its own gate, or with the one that was fitted to the model.
+
+    Raises:
+        InvalidArgumentError: the gate of the policy was fitted to another model.
+        InvalidTypeError: `model` is not a transformers model.
+        UnsupportedModelError: the policy has no gate, and none has been fitted to the model.
+    """
     require_model(model)
     named = getattr(model.config, "_name_or_path", "") or "MODEL"
     gate = known_gate(model) if policy.gate is None else policy.gate
     if gate is None:
         raise wrong(
             "model",
-            "no gate has been fitted to this model, and the policy has none",
-            f"Run snapkv study fit-gate --model {named}, or pass a file of a gate",
+            "no gate has been fitted to this model, and the policy was given none",
+            f"Fit one with `snapkv study fit-gate --model {named}`, or pass the file of a gate",
             UnsupportedModelError,
         )
     assert isinstance(gate, Gate), "the policy reads the file of a gate when it is made"
     if gate.model not in ("", digest_of(model)):
         raise wrong(
             "gate",
-            "expected a gate that was fitted to this model, got one of another model",
-            f"Run snapkv study fit-gate --model {named}",
+            "expected a gate that was fitted to this model, got the gate of another model",
+            f"Fit a new one with `snapkv study fit-gate --model {named}`",
         )
     return replace(policy, gate=gate)
 
@@ -74,7 +81,12 @@ def known_gate(model: PreTrainedModel) -> Gate | None:
 
 
 def remember_gate(gate: Gate) -> Path:
-    """Store a gate for later runs of its model, replacing an earlier one; return its file.
+    """Write a gate to a file, where later runs of its model find it.
+
+    A gate that was stored for this model before is replaced.
+
+    Returns:
+        The path of the file.
 
     Raises:
         OutputError: the file cannot be written.

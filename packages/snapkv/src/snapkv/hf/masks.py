@@ -79,7 +79,7 @@ def leading_pads(
     if last.shape[-1] != prompt_tokens:
         raise wrong(
             "attention_mask",
-            f"expected a column for each of {prompt_tokens:,} tokens, got {last.shape[-1]:,}",
+            f"expected one column for each of {prompt_tokens:,} tokens, got {last.shape[-1]:,}",
             "Pass a mask that fits the input_ids",
             UnsupportedModelError,
         )
@@ -104,7 +104,7 @@ def leading_pads(
     if found[3]:
         raise wrong(
             "attention_mask",
-            "expected a token in every row, got rows of padding alone",
+            "expected at least one token in every row, got rows of padding alone",
             "Leave these rows out of the batch",
         )
     if found[1]:
@@ -119,7 +119,7 @@ def leading_pads(
 
 
 def _visible(mask: Any, first_row: int, rows: int, columns: int) -> Tensor:
-    """Return which slots some queries see, whatever the form of the mask.
+    """Return which slots each query can see, for a mask of any form.
 
     Args:
         mask: a BlockMask, a 2-D tensor (B, S), or a 4-D tensor, boolean or additive.
@@ -162,7 +162,10 @@ def _sees_otherwise(visible: Tensor, pads: Tensor) -> Tensor:
 
 
 def sees_ahead(mask: Any, new_tokens: int) -> bool:
-    """Return whether a 4-D mask is not causal among the last `new_tokens` tokens."""
+    """Return whether a mask differs from a causal one among the last `new_tokens` tokens.
+
+    Only 4-D masks are checked; for any other mask the result is False.
+    """
     if mask is None or len(mask.shape) != 4:
         return False
     rows, columns = mask.shape[-2:]
@@ -199,7 +202,12 @@ def stored_mask(implementation: str, hidden_slots: Tensor | None, slots: int, qu
 
 
 def _block_mask(columns: Tensor, query_tokens: int) -> BlockMask:
-    """Make a `stored_mask` for flex attention; `columns` is (B, S + Q) bool, True if visible."""
+    """Create the mask of `stored_mask` for flex attention.
+
+    Args:
+        columns: (B, S + Q) bool, True for the slots that are not hidden.
+        query_tokens: the number of queries, Q.
+    """
     slots = torch.tensor(columns.shape[-1] - query_tokens, device=columns.device)
 
     def sees(batch: Tensor, _: Tensor, query_idx: Tensor, slot: Tensor) -> Tensor:

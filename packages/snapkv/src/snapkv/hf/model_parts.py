@@ -38,7 +38,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, "Rotation"]] = weakref.WeakKeyD
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """The rotary embedding of the keys of one layer; `rotations_of` finds it."""
+    """The rotary embedding that a layer applies to its keys, as `rotations_of` has found it."""
 
     embedding: Any = None  # the model's rotary module; None if keys have no position
     apply: Callable[..., Any] | None = None  # the family's own `apply_rotary_pos_emb`
@@ -66,7 +66,14 @@ class Rotation:
         return torch.cat([turned, states[..., part.shape[-1] :]], dim=-1)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the rotary module for (B or 1, N) positions, float32."""
+        """Compute the cosines and sines with which the rotary module rotates some positions.
+
+        Args:
+            positions: (B or 1, N) int64.
+
+        Returns:
+            Two (B or 1, N, dims) float32 tensors on the device of `positions`.
+        """
         options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         try:
@@ -106,7 +113,7 @@ def rotations_of(
 
 
 def shares_latent(model: PreTrainedModel) -> bool:
-    """Return whether the model stores one latent for all heads, as DeepSeek models do."""
+    """Return whether the model has latent attention, which stores one latent for all heads."""
     config = model.config.get_text_config(decoder=True)
     return bool(getattr(config, "kv_lora_rank", None))
 
@@ -168,6 +175,11 @@ def _first_state(cache: DynamicCache) -> Tensor | None:
 def _find_rotations(
     model: PreTrainedModel, layers: Sequence[int], remedy: str
 ) -> dict[int, Rotation]:
+    """Compute what `rotations_of` returns, by running the model on one token at two positions.
+
+    Raises:
+        UnsupportedModelError: as in `rotations_of`.
+    """
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     if (kind := length_dependent_rope(config)) is not None:
@@ -202,9 +214,10 @@ def length_dependent_rope(config: Any) -> str | None:
 
 @torch.no_grad()
 def _lone_keys(model: PreTrainedModel, config: Any, position: int) -> list[Any]:
-    """Return the (1, Hkv, 1, D) key that each layer stores for one token at `position`.
+    """Run the model on a single token at `position`, and return the keys that are stored for it.
 
-    Runs the model. A layer that stores no keys has None.
+    Returns:
+        For each layer a (1, Hkv, 1, D) tensor, or None if the layer stores no keys.
     """
     cache = DynamicCache(config=config)
     ids = torch.tensor([[config.vocab_size // 2]], device=device_of(model))
@@ -238,7 +251,14 @@ def _rotation_between(
 def _candidates(
     model: PreTrainedModel, config: Any, index: int, keys: Tensor
 ) -> Iterator[Rotation]:
-    """Yield the ways in which the model family's own code may rotate the keys of layer `index`."""
+    """Yield every rotation that the code of the model may apply to the keys of a layer.
+
+    Args:
+        model: the model.
+        config: the config of its text decoder.
+        index: the index of the layer.
+        keys: (1, Hkv, 1, D), a key of the layer; a rotation that does not fit its size is left out.
+    """
     start = torch.zeros(1, 1, dtype=torch.int64, device=keys.device)
     for module in _rotary_embeddings(model):
         apply = getattr(sys.modules[type(module).__module__], _APPLY, None)

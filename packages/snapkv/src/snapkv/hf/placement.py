@@ -14,7 +14,11 @@ from snapkv.errors import UnsupportedModelError, wrong
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device of a module's first weights, or the one that a hook moves them to."""
+    """Return the device on which a module computes.
+
+    It is the device of the module's first weights. If accelerate has offloaded them, it is the
+    device to which its hook moves them; without weights it is the CPU.
+    """
     for part in module.modules():
         for weight in part.parameters(recurse=False):
             if weight.device.type != "meta":

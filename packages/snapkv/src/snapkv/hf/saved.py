@@ -80,8 +80,8 @@ def write(
         if not isinstance(each, Tensor):
             raise wrong(
                 "beside",
-                f"expected tensors, got {name!r} of type {type(each).__name__}",
-                "Pass torch.tensor(...) of it",
+                f"expected tensors, got a value of type {type(each).__name__} for {name!r}",
+                "Convert the value to a tensor with torch.tensor",
                 InvalidTypeError,
             )
     model = identity or identity_of(cache.model)
@@ -183,7 +183,7 @@ def fitting_together(path: Path) -> Iterator[None]:
             "path",
             f"expected a cache that cache.save has written, got {str(path)!r}, whose parts do not "
             f"fit together ({error!r})",
-            "Save it again",
+            "Save the cache again",
             CacheFileError,
         ) from error
 
@@ -210,7 +210,7 @@ def _rebuilt(
             "recall",
             "the cache was saved without recall, so its evicted tokens are lost, got "
             f"{str(recall)!r}",
-            "Leave recall out",
+            "Load the cache without the argument recall",
             CacheMismatchError,
         )
     options |= {"recall": recall, "recall_bytes": recall_bytes}
@@ -246,8 +246,8 @@ def policy_of(description: dict[str, Any], given: Policy | None = None) -> Polic
     if description not in known:
         raise wrong(
             "policy",
-            f"expected the one the cache was saved with, {description}, got {given.describe()}",
-            "Leave policy out",
+            f"expected the policy of the saved cache, {description}, got {given.describe()}",
+            "Leave out policy, and the saved one is used",
             CacheMismatchError,
         )
     return given
@@ -267,13 +267,13 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
             "policy",
             f"the cache was saved with the method {name!r}, which is not one of "
             f"{', '.join(POLICIES)}",
-            "Pass the policy to load",
+            "Pass the policy as an argument when you load the cache",
             CacheMismatchError,
         )
     if isinstance(parameters.get("gate"), str):  # loading a file must not open another file
         raise wrong(
             "policy",
-            f"expected the gate itself in a saved {name}, got the name of a file",
+            f"a saved cache with the method {name} must contain its gate, got the name of a file",
             "Save the cache again",
             CacheMismatchError,
         )

@@ -26,8 +26,8 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.hf import forward_context
+from snapkv.hf.append_buffers import AppendBuffers
 from snapkv.hf.cache_argument import cache_among, with_cache
-from snapkv.hf.room import Room
 from snapkv.validation import first_line
 
 _log = logging.getLogger("snapkv")
@@ -38,7 +38,7 @@ _COLLECTING = "transformers.utils.output_capturing"  # the hooks of this module 
 class Recorder(Protocol):
     """An object that captures the work of a decode step on one kind of device."""
 
-    def aside(self) -> contextlib.AbstractContextManager[Any]:
+    def side_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Run this block on the stream of the capture, so that it can warm the step up."""
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -61,7 +61,7 @@ class CudaRecorder:
         self._stream = self._streams[device]
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
@@ -145,37 +145,37 @@ class StepGraph:
     Args:
         model: the model whose decode steps are captured.
         cache: the `CompressedCache` that the steps read and write.
-        room: allocates and releases the append buffers of the cache.
+        buffers: allocates and releases the append buffers of the cache.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: Any, room: Room) -> None:
-        self._model, self._cache, self._room = model, cache, room
+    def __init__(self, model: PreTrainedModel, cache: Any, buffers: AppendBuffers) -> None:
+        self._model, self._cache, self._buffers = model, cache, buffers
         self._obstacle: str | None = None
         self._given: Any = None  # shapes, dtypes and other constants of a step's inputs
         self._held: list[Tensor] = []  # input tensors at the addresses that the graph reads
         self._output: Any = None
         self._replay: Callable[[], None] | None = None
         _running[cache] = weakref.ref(self)
-        weakref.finalize(self, room.leave).atexit = False
+        weakref.finalize(self, buffers.release).atexit = False
 
     def expect(self, new_tokens: int) -> None:
         """Make sure that the append buffers can hold the next step, before its mask is made.
 
         If the step cannot be captured, the buffers are released and it will run eagerly.
         """
-        if self._obstacle or self._room.has_slots(new_tokens):
+        if self._obstacle or self._buffers.has_slots(new_tokens):
             return
-        obstacle = _obstacle(self._model) or self._room.obstacle
+        obstacle = _obstacle(self._model) or self._buffers.obstacle
         if obstacle:
             self._run_eagerly(obstacle)
             self.close()
         else:
-            self._room.take(new_tokens)
+            self._buffers.allocate(new_tokens)
             self._given = None
 
     def close(self) -> None:
         """Release the append buffers and the graph, for instance when `generate` has ended."""
-        self._room.leave()
+        self._buffers.release()
         self._given = self._replay = None
 
     def __call__(self, **given: Any) -> Any:
@@ -233,7 +233,7 @@ class StepGraph:
         before = [held.clone() for held in changed]
         try:
             with forward_context.step(is_recording=True):
-                with recorder.aside(), HostReads():  # type: ignore[no-untyped-call] # torch's
+                with recorder.side_stream(), HostReads():  # type: ignore[no-untyped-call] # torch's
                     step()
                 self._replay = recorder.record(step)
         except (_HostReadError, RuntimeError) as error:
@@ -248,7 +248,11 @@ _said: "weakref.WeakKeyDictionary[Cache, str]" = weakref.WeakKeyDictionary()
 
 
 def described(cache: Cache) -> str | None:
-    """Return how the decode steps of a cache ran, for its report; None without a capture."""
+    """Return a sentence for the report of a cache that says how its decode steps ran.
+
+    Returns:
+        The sentence, or None if no capture has been tried.
+    """
     return _said.get(cache)
 
 
@@ -295,7 +299,7 @@ def _obstacle(model: PreTrainedModel) -> str:
 
 
 def _is_known(hook: Any) -> bool:
-    """Return whether a replayed decode step may skip this hook."""
+    """Return whether a hook may be skipped when a decode step is replayed."""
     return getattr(hook, "of_texts_only", False) or getattr(hook, "__module__", "") == _COLLECTING
 
 
@@ -323,18 +327,18 @@ def compiles(own: Callable[..., Any], model: Any, model_kwargs: Any, generation_
         return False
     if generation_config.compile_config is not None:
         _log.warning("compile_config: decode steps are captured, not compiled. Leave it out")
-    room = _room_for(cache, model_kwargs, generation_config)
-    generation_config.compile_config = _Recorded(forward=StepGraph(model, cache, room))
+    buffers = _append_buffers_for(cache, model_kwargs, generation_config)
+    generation_config.compile_config = _Recorded(forward=StepGraph(model, cache, buffers))
     return True
 
 
-def _room_for(cache: Any, model_kwargs: Any, config: GenerationConfig) -> Room:
+def _append_buffers_for(cache: Any, model_kwargs: Any, config: GenerationConfig) -> AppendBuffers:
     """Return an object that allocates append buffers for the length `generate` may reach."""
     last, embedded = config.max_length, model_kwargs.get("inputs_embeds")
     # The `max_length` of transformers does not count the tokens of an embedded prompt.
     if last is not None and embedded is not None:
         last += embedded.shape[1]
-    return Room(cache, last, asks_weights=bool(config.output_attentions))
+    return AppendBuffers(cache, last, returns_weights=bool(config.output_attentions))
 
 
 def compiled(own: Callable[..., Any], model: Any, config: Any) -> Any:

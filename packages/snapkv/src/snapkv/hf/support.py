@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
-from snapkv.cache.layer import Turns
 from snapkv.errors import InvalidArgumentError, SnapKVError, UnsupportedModelError, wrong
 from snapkv.hf.model_parts import States
 from snapkv.policies import EvictingPolicy, Policy
@@ -17,6 +16,11 @@ from snapkv.policies.spans import Spans
 from snapkv.storage.bits import KVCodes, Quantize
 from snapkv.storage.offload import OffloadPool, Recall, pool_for
 from snapkv.validation import DEFAULT, require_choice
+
+Turns = Literal["append", "compress", "recall"]
+"""How a later prompt is handled. "append": store all of it. "compress": let its last queries vote
+on the stored tokens, and compress them again. "recall": restore every evicted token first, and
+compress everything again."""
 
 Use = Literal["made", "drop", "drafts"]
 """When a rule is checked: when a cache is made, drops spans, or verifies drafts."""
@@ -93,7 +97,7 @@ class Setup:
 
     @property
     def turn_mode(self) -> Turns:
-        """How a later prompt is handled; `recall` alone implies "recall"."""
+        """The way in which a later prompt is handled, as `turns` or else `recall` asks for it."""
         return self.turns or ("append" if self.recall is None else "recall")
 
     @property
@@ -169,15 +173,15 @@ RULES = (
     Rule(
         meets=lambda s: s.recall is not None and not s.recalls,
         argument="turns",
-        problem="expected 'recall' with a place to recall from, got {s.turns!r}",
-        remedy="Leave out turns or recall",
+        problem="expected 'recall' together with the argument recall, got {s.turns!r}",
+        remedy="Leave out either turns or recall",
     ),
     Rule(
         meets=lambda s: s.recall_bytes is not None and not s.recalls,
         argument="recall_bytes",
         problem="expected recall='host' or a folder together with this option, got only "
         "{s.recall_bytes}",
-        remedy="Pass recall, or leave recall_bytes out",
+        remedy="Pass recall as well, or leave out recall_bytes",
     ),
     Rule(
         meets=lambda s: "tokenizer" in s.policy.needs,
@@ -189,7 +193,7 @@ RULES = (
         meets=lambda s: s.quantize is not None and s.evicts,
         argument="quantize",
         problem="expected a policy that only compresses prompts, got {s.policy.name}",
-        remedy="Leave quantize out",
+        remedy="Leave out quantize, or use SnapKV",
     ),
     Rule(
         meets=lambda s: s.quantize is not None and s.shares_latent,
@@ -202,9 +206,9 @@ RULES = (
     Rule(
         meets=lambda s: s.policy.per_query_head and s.shares_latent,
         argument="group_reduce",
-        problem="expected 'mean' for latent attention, because the heads of {s.model} share what "
-        "is stored, got {s.policy!r}",
-        remedy="Leave group_reduce out",
+        problem="expected 'mean' for latent attention, because all heads of {s.model} share the "
+        "stored tokens, got {s.policy!r}",
+        remedy="Leave out group_reduce for this model",
         error=UnsupportedModelError,
     ),
     Rule(
@@ -212,21 +216,21 @@ RULES = (
         argument="policy",
         problem="expected a policy that only compresses prompts for {s.turns_option}, got "
         "{s.policy.name}, which evicts after every token",
-        remedy="Use SnapKV, or leave the option out",
+        remedy="Use SnapKV, or leave out the option",
     ),
     Rule(
         meets=lambda s: s.chooses_again and s.policy.needs_reconstruction_pass,
         argument="policy",
         problem="with {s.turns_option}, later turns are read once, but {s.policy.name} has to read "
         "each prompt a second time",
-        remedy="Use SnapKV, or leave the option out",
+        remedy="Use SnapKV, or leave out the option",
     ),
     Rule(
         meets=lambda s: s.chooses_again and "queries" in s.policy.needs,
         argument="policy",
-        problem="with {s.turns_option}, the queries of earlier turns are not held, but "
+        problem="with {s.turns_option}, the queries of earlier turns are not stored, but "
         "{s.policy.name} needs them",
-        remedy="Use SnapKV, KeyDiff or LagKV, which need the last queries or none",
+        remedy="Use SnapKV, KeyDiff or LagKV, which need only the last queries or none",
     ),
     Rule(
         meets=lambda s: (
@@ -251,14 +255,14 @@ RULES = (
         meets=lambda s: bool(s.policy.needs & {"rotation", "queries"}),
         argument="policy",
         problem="drop works only with a policy that does not ask for positions, got "
-        "{s.policy.name}",
-        remedy="Use SnapKV, KeyDiff or LagKV",
+        "{s.policy.name}, which does",
+        remedy="Use SnapKV, KeyDiff or LagKV instead",
     ),
     Rule(
         use="drafts",
         meets=lambda s: s.states is not States.NONE,
         argument="model",
-        problem="the recurrent states of {s.model} cannot forget rejected drafts",
+        problem="rejected drafts cannot be removed from the recurrent states of {s.model}",
         remedy="Generate without drafts",
         error=UnsupportedModelError,
     ),

@@ -46,7 +46,7 @@ def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: floa
 def _cudnn(
     queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with cuDNN.
+    """Compute attention with the kernel of cuDNN.
 
     Returns:
         (B, Hq, Q, Dv), and the logarithm of the softmax's denominator as B * Hq * Q numbers.

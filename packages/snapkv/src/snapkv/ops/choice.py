@@ -52,14 +52,14 @@ def implementation(
     """
     if impl == "auto":
         impl = "triton" if states.is_cuda and obstacle() is None else fitting
-        say_once(operation, impl, states.device.type)
+        log_choice(operation, impl, states.device.type)
     if impl in in_torch:
         return in_torch[impl]
     if impl != "triton":
         problem = f"expected auto or one of {', '.join(in_torch)}, triton, got {impl!r}"
         raise wrong("impl", problem, "Pass impl='auto'")
     if (reason := obstacle()) is not None:
-        problem = f"expected one that can run here, got 'triton' {reason}"
+        problem = f"expected an implementation that can run here, got 'triton' {reason}"
         raise wrong("impl", problem, "Pass impl='auto'")
     kernel: Callable[..., _Result] = getattr(importlib.import_module(kernels), operation)
     return kernel
@@ -86,6 +86,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def say_once(operation: str, impl: str, device: str) -> None:
+def log_choice(operation: str, impl: str, device: str) -> None:
     """Log which implementation has been chosen, but only once for each device."""
     _log.info("%s on %s: impl='auto' chose %r", operation, device, impl)

@@ -1,4 +1,7 @@
-"""The page of what a cache kept: one file with data, style and script that needs no network."""
+"""The page that shows what a cache has kept.
+
+It is one HTML file with its data, its styles and its scripts, so it needs no network.
+"""
 
 import base64
 import functools
@@ -22,15 +25,16 @@ _FRAME_HEIGHT = 760
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """What one cache kept.
+    """The tokens that one cache has kept, and the answer that it gave.
 
     Attributes:
-        label: its budget, in a word or two.
-        sentences: what it kept, and whether its answer is the full cache's.
+        label: the budget of the cache, in a word or two.
+        sentences: sentences that say how much it kept, and whether its answer is that of the full
+            cache.
         counts: (T,) int64, how many heads of all layers keep each token of the text.
-        heads: number of heads in all layers.
-        answer: a dict with `text`, `changes` (see `word_changes`) and `same`; None if there is
-            none.
+        heads: the number of heads in all layers.
+        answer: a dictionary with `text`, `changes` (see `word_changes`) and `same`; None if there
+            is no answer.
     """
 
     label: str
@@ -42,14 +46,14 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What a method kept at one or several budgets.
+    """A method on the page, with the tokens that it has kept at each of its budgets.
 
     Attributes:
         label: the method's name.
-        stops: one for every budget, the least memory first.
-        chosen: index of the stop that the page opens with.
-        ballot: who voted; None if nobody did, or it is not known.
-        unvoted: what the page says of a token if there is no ballot.
+        stops: one entry for each budget, in the order of increasing memory.
+        chosen: the index of the entry that is shown when the page is opened.
+        ballot: the votes for each token; None if the method does not vote, or they are not known.
+        unvoted: the text that is shown for a token if there is no ballot.
     """
 
     label: str
@@ -61,15 +65,15 @@ class Shown:
 
 @dataclass(frozen=True)
 class Page:
-    """A page, which a notebook shows in place; `html` is the file.
+    """A page that shows what caches have kept; a notebook displays it directly.
 
     Attributes:
-        title: what was kept from which text.
-        question: the question, empty if unknown.
+        title: the title, which says what was kept from which text.
+        question: the question, or an empty string if it is not known.
         pieces: the text of every token.
-        methods: the methods; the first is shown first.
-        full: the text of the full cache's answer; None if unknown.
-        request: what else is needed to reproduce the page.
+        methods: the methods; the page opens with the first one.
+        full: the text of the full cache's answer; None if it is not known.
+        request: all further values that are needed to make the page again.
     """
 
     title: str
@@ -80,7 +84,7 @@ class Page:
     request: dict[str, Any] = field(default_factory=dict)
 
     def data(self) -> dict[str, Any]:
-        """Return the page's data in the format of its scripts."""
+        """Return the data of the page as JSON values, in the format that its scripts read."""
         stops = sum(len(method.stops) for method in self.methods)
         size = bin_tokens(len(self.pieces) * stops, MOST_COUNTS)
         return {
@@ -113,11 +117,11 @@ class Page:
 
     @functools.cached_property
     def html(self) -> str:
-        """The page as an HTML file."""
+        """The content of the page's HTML file."""
         return filled_page(self.data())
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame that can use neither the notebook nor a network."""
+        """Return an HTML frame in which the page can access neither the notebook nor a network."""
         return (
             f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self.html)}" title="SnapKV" '
             f'style="border: 0; height: {_FRAME_HEIGHT}px; width: 100%"></iframe>'
@@ -130,7 +134,11 @@ class Page:
 
 
 def filled_page(data: dict[str, Any]) -> str:
-    """Return the HTML of a page with this data; see `Page.data`."""
+    """Return the HTML file of a page.
+
+    Args:
+        data: the data that `Page.data` returned.
+    """
     script = "\n".join(['"use strict";', *map(_asset, _SCRIPTS)])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
@@ -148,9 +156,10 @@ def _asset(name: str) -> str:
 
 
 def _harmless(text: str) -> str:
-    """Escape JSON so that no character can begin or end markup; it parses to the same values.
+    """Escape all characters of a JSON text that could begin or end an HTML tag.
 
-    Lone surrogates, which UTF-8 cannot encode, are escaped, too.
+    The text still has the same values. Lone surrogates, which UTF-8 cannot encode, are escaped,
+    too.
     """
     risky = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
     return risky.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,4 +1,4 @@
-"""Numbers of a page as base64, of bounded size however long the text is."""
+"""The numbers of a page, encoded as base64. Their size is bounded, however long the text is."""
 
 import base64
 from dataclasses import dataclass
@@ -18,28 +18,36 @@ TOP_VOTERS = 3
 
 
 def packed(numbers: Tensor, dtype: torch.dtype) -> str:
-    """Encode integers as base64, in the order of memory, the lowest byte first."""
+    """Encode a tensor of integers as base64, with the lowest byte of each number first."""
     return base64.b64encode(numbers.to(dtype).cpu().contiguous().numpy().tobytes()).decode()
 
 
 def packed_counts(counts: Tensor, bin_tokens: int) -> str:
-    """Encode how many heads keep each of T tokens, two bytes for the highest count of every bin."""
+    """Encode how many heads keep each token.
+
+    Args:
+        counts: (T,) int64, the number of heads that keep each token.
+        bin_tokens: how many neighbouring tokens share a number, which is their highest count.
+
+    Returns:
+        Base64 of two bytes for each bin.
+    """
     return packed(_bins(counts[None], bin_tokens).amax(dim=-1), torch.uint16)
 
 
 def bin_tokens(tokens: int, most: int) -> int:
-    """Return how many neighbouring tokens share a place if there may be `most` places."""
+    """Return how many neighbouring tokens have to share a place if there are `most` places."""
     return max(1, -(-tokens // most))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ballot:
-    """Who voted for which of the T prompt tokens that a cache selected from.
+    """The votes of the last prompt tokens for each of the T tokens that a cache selects from.
 
     Attributes:
         votes: (W, T) float32, the votes of each of the last W tokens for every token.
-        sink_tokens: first tokens that are kept whatever the votes.
-        window_tokens: last tokens that are kept whatever the votes.
+        sink_tokens: how many of the first tokens are kept regardless of the votes.
+        window_tokens: how many of the last tokens are kept regardless of the votes.
     """
 
     votes: Tensor
@@ -48,16 +56,21 @@ class Ballot:
 
     @property
     def strongest(self) -> int:
-        """The token with the most votes of a single voter, away from both ends of the text.
+        """The index of the token that gets the most votes from a single voter.
 
-        Attention sinks, and what is next to a question, get votes whatever they say.
+        Tokens at both ends of the text do not count, because attention sinks and the tokens next to
+        a question get many votes whatever they mean.
         """
         voters, tokens = self.votes.shape
         far = self.votes[:, voters : max(voters, tokens - 2 * voters)]
         return voters + int(far.amax(dim=0).argmax()) if far.numel() else 0
 
     def data(self) -> dict[str, Any]:
-        """Return every place's top voters and their shares of its votes, for the page."""
+        """Return the votes as JSON values for the page.
+
+        For each place they name the voters that gave it the most votes, and their shares of its
+        votes.
+        """
         voters, tokens = self.votes.shape
         size = bin_tokens(tokens, MOST_VOTED)
         votes = _bins(self.votes, size).sum(dim=-1)
@@ -77,6 +90,14 @@ class Ballot:
 
 
 def _bins(numbers: Tensor, size: int) -> Tensor:
-    """Reshape (N, T) to (N, bins, size), with zeros after the end."""
+    """Split the rows of a tensor into bins of equal size, and fill the last bin with zeros.
+
+    Args:
+        numbers: (N, T).
+        size: how many numbers a bin has.
+
+    Returns:
+        (N, bins, size).
+    """
     rows, tokens = numbers.shape
     return torch.nn.functional.pad(numbers, (0, -tokens % size)).view(rows, -1, size)

@@ -50,7 +50,11 @@ class TextPane {
     this.element = made("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Map of the text" });
     this.inner = made("div", {});
     this.element.append(this.inner);
-    this.element.addEventListener("scroll", () => this.draw());
+    // `show` has drawn the rows that it scrolls to. Drawing them once more would take the element under the pointer
+    // away, and a click whose press and release fall on two elements is lost.
+    this.element.addEventListener("scroll", () => {
+      if (this.firstToDraw() !== this.firstDrawn) this.draw();
+    });
     this.element.addEventListener("keydown", (event) => this.pressed(event));
     this.element.addEventListener("click", (event) => this.pointed(event, (token) => this.show(token)));
     this.element.addEventListener("pointerover", (event) => this.pointed(event, this.onToken));
@@ -81,14 +85,19 @@ class TextPane {
     this.share = share;
   }
 
+  firstToDraw() {
+    return Math.max(0, Math.floor(this.element.scrollTop / this.height) - ROWS_AROUND);
+  }
+
   draw() {
     if (!this.rows || !this.share) return;
-    const first = Math.max(0, Math.floor(this.element.scrollTop / this.height) - ROWS_AROUND);
+    const first = this.firstToDraw();
     const inView = Math.ceil(this.element.clientHeight / this.height) + 2 * ROWS_AROUND;
     const last = Math.min(this.rows.count, first + inView);
     const drawn = document.createDocumentFragment();
     for (let row = first; row < last; row += 1) drawn.append(this.row(row));
     this.inner.replaceChildren(drawn);
+    this.firstDrawn = first;
   }
 
   row(row) {

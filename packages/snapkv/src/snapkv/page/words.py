@@ -17,14 +17,14 @@ the time can grow with the cube of the length."""
 
 
 def kept_sentence(kept: float, tokens: int, later: float, held_bytes: int, full_bytes: int) -> str:
-    """Describe how much of a prompt a cache keeps, in tokens and bytes.
+    """Return a sentence that says how much of a prompt a cache keeps, in tokens and in bytes.
 
     Args:
-        kept: prompt tokens per head and layer, the mean.
-        tokens: tokens of the prompt.
-        later: tokens after the prompt that the cache also holds.
-        held_bytes: bytes of the cache.
-        full_bytes: bytes of the full cache after the same tokens.
+        kept: how many prompt tokens a head keeps, on average over all heads and layers.
+        tokens: how many tokens the prompt has.
+        later: how many tokens after the prompt the cache also holds.
+        held_bytes: the number of bytes of the cache.
+        full_bytes: the number of bytes of the full cache after the same tokens.
     """
     behind = f", and {later:,.0f} later ones" if later else ""
     return (
@@ -35,11 +35,12 @@ def kept_sentence(kept: float, tokens: int, later: float, held_bytes: int, full_
 
 
 def answer_sentence(same: bool, cut_after: int | None) -> str:
-    """Say whether an answer is the full cache's.
+    """Return a sentence that says whether an answer is the same as that of the full cache.
 
     Args:
-        same: whether it is.
-        cut_after: how many tokens were compared if both answers were cut off there, else None.
+        same: whether both answers are the same.
+        cut_after: the number of tokens after which both answers were cut off; None if they were
+            not.
     """
     if not same:
         return "Its answer differs from the full cache's."
@@ -48,17 +49,18 @@ def answer_sentence(same: bool, cut_after: int | None) -> str:
 
 
 def _percent(share: float) -> str:
-    """Format a share in percent; 0% and 100% only if they are exact."""
+    """Format a share as a percentage that says 0% or 100% only if this is exact."""
     if 0 < share < 0.1:
         return f"{max(share, 0.001):.1%}"
     return f"{share:.0%}" if share in (0, 1) else f"{min(max(share, 0.1), 0.99):.0%}"
 
 
 def word_changes(before: str, after: str) -> list[Change]:
-    """Compare two texts word by word.
+    """Compare two texts word by word, and return the runs of words that are the same or differ.
 
-    All runs except "new" add up to the first text, all except "gone" to the second. If both differ
-    in too many words, everything after the first difference is one change.
+    The runs without those called "new" add up to the first text, and the runs without those called
+    "gone" to the second. If the rest after the first difference has more than `MOST_WORDS` words,
+    it is one change.
     """
     ours, theirs = (re.findall(r"\s*\S+|\s+\Z", text) for text in (before, after))
     pairs = enumerate(zip_longest(ours, theirs))

@@ -25,7 +25,7 @@ from snapkv.policies.states import PromptLayer, Selection
 
 @dataclass(frozen=True)
 class AcrossLayers(AroundScores):
-    """Shares one budget among all heads of all layers, so that the best scores of a prompt win.
+    """A policy that shares one budget among the heads of all layers, for the best scores of all.
 
     KVzip, `KVzipPress` of kvpress and DefensiveKV (arXiv 2510.13334) select in this way; kvpress
     masks the other tokens and still holds them. Here layers and heads hold different numbers of
@@ -61,8 +61,8 @@ class AcrossLayers(AroundScores):
         if not self.policy.compares_layers:
             raise wrong(
                 "policy",
-                f"scores of {self.policy.name} cannot be compared between layers",
-                "Pass SnapKV, KVzip or KVzap, or use AdaKV, which shares a layer's budget",
+                f"the scores of {self.policy.name} cannot be compared between layers",
+                "Pass SnapKV, KVzip or KVzap, or use AdaKV, which compares the heads of one layer",
             )
 
     @property
@@ -152,7 +152,7 @@ class AcrossLayers(AroundScores):
         if not isinstance(budget, AutoBudget):
             raise wrong(
                 "policy",
-                f"{self.name} compares all layers of a prompt and got one alone",
+                f"{self.name} compares all layers of a prompt, but it got only one of them",
                 "Read the prompt into a CompressedCache",
             )
         if not layer.depth:

@@ -88,7 +88,7 @@ class AdaKV(AroundScores):
         return list(map(self._of_row, counts_of_best(ranked, totals).tolist(), means, sure))
 
     def _of_row(self, won: list[int], mean: int, sure: int) -> list[int]:
-        """Return the budget of each head of one row; the budgets have the mean `mean`.
+        """Return the budgets of the heads of one row, whose average is `mean`.
 
         Args:
             won: how many of the row's best positions are in each head.

@@ -25,11 +25,11 @@ class AroundScores(Policy):
             InvalidArgumentError: `policy` selects by something else than its scores.
         """
         if not isinstance(self.policy, PrefixPolicy):
-            problem = f"expected a method that scores the prefix, got {self.policy!r}"
+            problem = f"expected a method that scores tokens of the prompt, got {self.policy!r}"
             raise wrong("policy", problem, f"Pass SnapKV(budget=1024){hint}", InvalidTypeError)
         if not self.policy.keeps_the_best:
-            problem = f"{self.policy.name} does not select by its scores alone"
-            raise wrong("policy", problem, "Pass SnapKV, PyramidKV or KeyDiff")
+            problem = f"the method {self.policy.name} does not select tokens by their scores alone"
+            raise wrong("policy", problem, "Pass SnapKV, PyramidKV or KeyDiff instead")
 
     @functools.cached_property
     def query_tokens(self) -> int:

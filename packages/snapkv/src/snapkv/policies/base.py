@@ -48,13 +48,13 @@ class Policy(metaclass=WithParameters):
     per_head_budget: ClassVar[bool] = False
 
     def __call__(self, model: Any) -> NoReturn:
-        """Raise an error, because a policy is not called with a model as a press of kvpress is.
+        """Raise an error, because policies are not called with a model, unlike those of kvpress.
 
         Raises:
             InvalidTypeError: always.
         """
         remedy = f"Write CompressedCache(model, {self!r}), see docs/migrating.md"
-        problem = f"a policy is no press to call with a {type(model).__name__}"
+        problem = f"a policy cannot be called with a model, got a {type(model).__name__}"
         raise wrong("policy", problem, remedy, InvalidTypeError)
 
     @property
@@ -221,7 +221,7 @@ class EvictingPolicy(Policy):
         The new tokens of the step are already stored and can be dropped, too.
         """
 
-    def _require_whole_spans(self, spans: Spans, room: int, beside: str) -> None:
+    def _require_all_spans(self, spans: Spans, room: int, beside: str) -> None:
         """Check that all tokens in `spans` fit, even those that are yet to be generated.
 
         Args:

@@ -201,6 +201,12 @@ class AutoBudget(Budget):
         return self.most
 
     def require_valid(self, window_size: int, sink_tokens: int) -> None:
+        """Check that `most` is large enough for the window, the sinks and `least`.
+
+        Raises:
+            InvalidTypeError: a value has the wrong type.
+            InvalidArgumentError: a value is out of range, or `most` is too small.
+        """
         super().require_valid(window_size, sink_tokens)
         tokens = self.most or window_size + sink_tokens + self.least
         require_budget(tokens, None, window_size, sink_tokens)
@@ -272,8 +278,8 @@ class ByteBudget(Budget):
 
     def __post_init__(self) -> None:
         if (self.share is None) is (self.bytes is None):
-            problem = f"expected either a share or bytes, got {self!r}"
-            raise wrong("budget", problem, "Pass one of them")
+            problem = f"expected either a share or a number of bytes, got {self!r}"
+            raise wrong("budget", problem, "Pass exactly one of them")
         if self.share is None:
             require_int("budget, bytes", self.bytes, minimum=1)
         else:
@@ -308,7 +314,7 @@ class ByteBudget(Budget):
         """
         layer, window = prefix.layer, prefix.window_size
         if (cost := layer.cost) is None:
-            problem = f"the bytes of a token are not known here, so {self!r} cannot be used"
+            problem = f"{self!r} cannot be used here, because the size of a token is not known"
             raise wrong("budget", problem, "Pass a number of tokens")
         cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
         least = window + prefix.sink_tokens
@@ -349,7 +355,7 @@ def require_tokens(policy: Any) -> None:
         InvalidArgumentError: the budget is in bytes.
     """
     if isinstance(ByteBudget.read(policy.budget), ByteBudget):
-        problem = f"{policy.name} evicts during decoding and needs tokens, got {policy.budget!r}"
+        problem = f"expected a number of tokens for {policy.name}, got {policy.budget!r}"
         raise wrong("budget", problem, "Pass a number of tokens, or use SnapKV")
 
 

@@ -285,25 +285,25 @@ def _is_punctuation(text: str) -> bool:
 
 
 def require_token_ids(argument: str, ids: object) -> None:
-    """Raise unless `ids` are `TokenIds` or None.
+    """Raise unless `ids` is None or a tuple of token ids, as `TokenIds` describes it.
 
     Raises:
-        InvalidTypeError: `ids` is no tuple, or holds something that is no token id.
+        InvalidTypeError: `ids` is not a tuple, or contains something that is not a token id.
         InvalidArgumentError: a token id is negative.
     """
     if ids is None:
         return
-    remedy = "Pass a tuple such as (1, 2), or leave it to with_tokenizer"
+    remedy = "Pass a tuple such as (1, 2), or let with_tokenizer set the token ids"
     if not isinstance(ids, tuple):
         problem = f"expected token ids, got {ids!r} of type {type(ids).__name__}"
         raise wrong(argument, problem, remedy, InvalidTypeError)
     for entry in ids:
         for index in entry if isinstance(entry, tuple) and entry else (entry,):
             if isinstance(index, bool) or not isinstance(index, int):
-                problem = f"expected token ids, got {entry!r} among them"
+                problem = f"expected a tuple of token ids, got one that contains {entry!r}"
                 raise wrong(argument, problem, remedy, InvalidTypeError)
             if index < 0:
-                raise wrong(argument, f"expected ids of at least 0, got {index}", remedy)
+                raise wrong(argument, f"expected token ids of at least 0, got {index}", remedy)
 
 
 def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:

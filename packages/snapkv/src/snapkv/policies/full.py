@@ -10,7 +10,7 @@ from snapkv.policies.states import PromptLayer, Selection
 
 @dataclass(frozen=True)
 class FullCache(Policy):
-    """Keeps all tokens, like the cache of transformers."""
+    """A policy that keeps all tokens, as the cache of transformers does."""
 
     name: ClassVar[str] = "full"
     query_tokens: ClassVar[int] = 0
@@ -19,4 +19,4 @@ class FullCache(Policy):
         return None
 
     def require_protection(self, spans: Spans) -> None:
-        """Accept all spans, because everything is kept."""
+        """Do nothing, because this policy keeps all tokens anyway."""

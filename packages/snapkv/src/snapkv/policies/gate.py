@@ -28,7 +28,7 @@ FORMAT = "snapkv gate 1"
 MOST_BYTES = 1 << 24
 """The largest file of a gate, in bytes; the largest models need two million."""
 
-_REMEDY = "Fit one with snapkv study fit-gate"
+_REMEDY = "Fit a gate with `snapkv study fit-gate`"
 _LEAST_NORM = 1e-6
 _AT_ONCE = 4096
 _SIZES = ("layers", "heads", "key_size", "value_size")
@@ -68,7 +68,7 @@ class Gate:
             problem = f"expected {expected:,} bytes of weights for {sizes}, got {len(self.data):,}"
             raise wrong("gate", problem, _REMEDY)
         if not self.weights.isfinite().all():
-            raise wrong("gate", "some weights are not finite", _REMEDY)
+            raise wrong("gate", "some weights of the gate are not finite numbers", _REMEDY)
 
     @classmethod
     def of(cls, weights: Tensor, key_size: int, value_size: int, model: str = "") -> Self:
@@ -128,9 +128,9 @@ class Gate:
         own = (self.layers, self.heads, self.key_size, self.value_size)
         got = (layer.num_layers, *layer.keys.shape[1::2], layer.values.shape[3])
         if own != got:
-            sizes = "layers, KV heads, key size and value size"
-            problem = f"expected {got} ({sizes}) as in the model, got {own}"
-            raise wrong("gate", problem, "Pass the gate of this model")
+            sizes = "the numbers of layers and KV heads, and the sizes of a key and a value"
+            problem = f"expected {got} as in the model ({sizes}), got {own}"
+            raise wrong("gate", problem, "Pass a gate that was fitted to this model")
 
     def describe(self) -> str:
         """Return the first 16 characters of the hash of the weights."""
@@ -217,7 +217,7 @@ def read_gate(given: object) -> Gate:
         with _reading("the saved gate"):
             values = {name: given[name] for name in (*_SIZES, "model")}
             return Gate(**values, data=base64.b64decode(given["data"], validate=True))
-    problem = f"expected the name of a file, got {given!r} of type {type(given).__name__}"
+    problem = f"expected a gate or the name of its file, got a value of type {type(given).__name__}"
     raise wrong("gate", problem, _REMEDY, InvalidTypeError)
 
 
@@ -231,7 +231,7 @@ def _gate_in(path: Path) -> Gate:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        problem = f"the file {str(path)!r} cannot be read ({error.strerror})"
+        problem = f"the file {str(path)!r} of the gate cannot be read ({error.strerror})"
         raise wrong("gate", problem, _REMEDY) from error
     with _reading(repr(str(path))):
         if len(content) > MOST_BYTES:
@@ -251,7 +251,11 @@ def _gate_in(path: Path) -> Gate:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """Return the metadata of a safetensors file."""
+    """Return the metadata in the header of a safetensors file.
+
+    Args:
+        content: the bytes of the file.
+    """
     size = int.from_bytes(content[:8], "little")
     found: dict[str, str] = json.loads(content[8 : 8 + size])["__metadata__"]
     return found
@@ -272,5 +276,5 @@ def _reading(place: str) -> Iterator[None]:
         *(AttributeError, LookupError, TypeError, ValueError, RuntimeError, RecursionError),
         *(SafetensorError, binascii.Error, OverflowError),
     ) as error:
-        problem = f"{place} is no gate, or a damaged one ({error!r:.80})"
+        problem = f"{place} is not a gate, or it is damaged ({error!r:.80})"
         raise wrong("gate", problem, _REMEDY) from error

@@ -80,4 +80,4 @@ class H2O(SplitBudget):
             InvalidArgumentError: the spans have more tokens than there are heavy hitters.
         """
         assert self.heavy is not None
-        self._require_whole_spans(spans, self.heavy, f"next to its {self.recent} recent tokens")
+        self._require_all_spans(spans, self.heavy, f"next to its {self.recent} recent tokens")

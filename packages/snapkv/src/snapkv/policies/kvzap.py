@@ -15,7 +15,7 @@ from snapkv.policies.states import PromptLayer
 
 @dataclass(frozen=True)
 class KVzap(PrefixPolicy):
-    """Predicts which tokens `KVzip(plus=True)` would keep, without reading the text twice.
+    """A method that predicts the scores of `KVzip(plus=True)`, without reading the text twice.
 
     The idea is KVzap's: a linear map per layer to the logarithms of the scores of KVzip+, here
     fitted by ridge regression (`snapkv study fit-gate`). The authors' map reads the hidden state
@@ -62,6 +62,6 @@ class KVzap(PrefixPolicy):
             InvalidArgumentError: there is no gate, or it is of a model with other sizes.
         """
         if not isinstance(self.gate, Gate):
-            remedy = "Pass a file that snapkv study fit-gate has written"
-            raise wrong("gate", "expected one of this model, got none", remedy)
+            remedy = "Pass a file that `snapkv study fit-gate` has written"
+            raise wrong("gate", "expected a gate that was fitted to this model, got none", remedy)
         return self.gate.log_scores(layer)[..., : layer.keys.shape[2] - self.window_size]

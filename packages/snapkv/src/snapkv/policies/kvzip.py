@@ -64,7 +64,7 @@ class KVzip(PrefixPolicy):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the method needs: a second reading, and with `plus` the output weights."""
+        """The name of the second reading, and with `plus` also that of the output weights."""
         needs: frozenset[Need] = frozenset({"reconstruction_pass"})
         return needs | {"output_weight"} if self.plus else needs
 

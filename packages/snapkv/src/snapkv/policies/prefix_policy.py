@@ -65,11 +65,11 @@ class PrefixPolicy(Policy):
         require_one_limit(self.budget, self.keep_ratio)
         object.__setattr__(self, "budget", AutoBudget.read(ByteBudget.read(self.budget)))
         if isinstance(self.budget, str):
-            problem = f"expected tokens, 'auto', or bytes as '12%' or '64MiB', got {self.budget!r}"
-            raise wrong("budget", problem, "Pass one of them", InvalidTypeError)
+            problem = f"expected a number or a text such as 'auto' or '12%', got {self.budget!r}"
+            raise wrong("budget", problem, "Pass for instance 1024 or '64MiB'", InvalidTypeError)
         if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
-            problem = f"'auto' uses the votes of SnapKV, which {self.name} does not count"
-            raise wrong("budget", problem, "Pass a number, or use SnapKV(budget='auto')")
+            problem = f"'auto' chooses the budget by votes, which the method {self.name} lacks"
+            raise wrong("budget", problem, "Pass a number of tokens, or use SnapKV(budget='auto')")
         self.allocation.require_valid(self.window_size, self.sink_tokens)
 
     @property

@@ -41,18 +41,18 @@ class PromptThenDecode(EvictingPolicy):
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, Policy) or isinstance(self.prompt, EvictingPolicy):
             problem = f"expected a method that only compresses prompts, got {_named(self.prompt)}"
-            remedy = "Pass one such as SnapKV(budget=1024), and one that evicts as decode"
+            remedy = "Pass a method such as SnapKV(budget=1024), and the one that evicts as decode"
             raise wrong("prompt", problem, remedy, InvalidTypeError)
         if self.prompt.needs_reconstruction_pass:
-            problem = f"{_named(self.prompt)} reads the prompt a second time before it scores it"
-            raise wrong("prompt", problem, "Use it by itself, or pass SnapKV")
+            problem = f"{_named(self.prompt)} has to read the prompt a second time to score it"
+            raise wrong("prompt", problem, "Use this method on its own, or pass SnapKV")
         if not isinstance(self.decode, EvictingPolicy) or isinstance(self.decode, PromptThenDecode):
             problem = f"expected a method that evicts during decoding, got {_named(self.decode)}"
-            remedy = "Pass one such as TOVA(budget=1024), and one for the prompt as prompt"
+            remedy = "Pass a method such as TOVA(budget=1024), and the other method as prompt"
             raise wrong("decode", problem, remedy, InvalidTypeError)
         if "rotation" in self.decode.needs:
-            problem = f"{self.decode!r} moves positions, but those of the kept prompt have gaps"
-            raise wrong("decode", problem, "Pass positions='original'")
+            problem = f"{self.decode!r} moves positions, but there are gaps between the kept ones"
+            raise wrong("decode", problem, "Pass positions='original' to this method")
         self._require_room(self.prompt.most_tokens, self.decode.max_decode_tokens)
 
     def _require_room(self, most: int | None, room: int | None) -> None:
@@ -66,8 +66,8 @@ class PromptThenDecode(EvictingPolicy):
             InvalidArgumentError: they do not fit, or one of the numbers is None.
         """
         if room is None:
-            problem = f"heads of {self.decode!r} hold different numbers of tokens"
-            raise wrong("decode", problem, "Use it by itself")
+            problem = f"the heads of {self.decode!r} hold different numbers of tokens"
+            raise wrong("decode", problem, "Use this method on its own")
         if most is None:
             expected = (
                 f"a budget that is the same for all heads, as {self.decode.name} needs it"

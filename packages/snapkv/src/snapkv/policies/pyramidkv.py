@@ -46,8 +46,8 @@ class PyramidKV(SnapKV):
         super().__post_init__()
         require_int("beta", self.beta, minimum=1)
         if self.published and isinstance(self.budget, ByteBudget):
-            problem = f"published=True rounds beyond a budget in bytes, got {self.budget!r}"
-            raise wrong("budget", problem, "Pass a number of tokens, or leave published out")
+            problem = f"published=True would exceed a budget in bytes, got {self.budget!r}"
+            raise wrong("budget", problem, "Pass a number of tokens, or leave out published")
 
     @property
     def most_tokens(self) -> int | None:
@@ -121,7 +121,7 @@ def exact_budgets(
 
 
 def published_budgets(mean: int, prefix_tokens: int, num_layers: int, beta: int) -> list[int]:
-    """Return the budgets as the authors of PyramidKV compute them.
+    """Return the budget of each layer, computed as in the code of PyramidKV's authors.
 
     Every step is rounded down, so the budgets add up to more than ``mean * num_layers``.
     """

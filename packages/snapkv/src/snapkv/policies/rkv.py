@@ -128,4 +128,4 @@ class RKV(BestAndRecent):
 
     def require_protection(self, spans: Spans) -> None:
         beside = f"next to its window of {self.window_size}"
-        self._require_whole_spans(spans, self.budget - self.window_size, beside)
+        self._require_all_spans(spans, self.budget - self.window_size, beside)

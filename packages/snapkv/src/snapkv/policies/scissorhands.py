@@ -18,7 +18,7 @@ from snapkv.validation import DEFAULT_BUDGET, require_choice, require_int, requi
 
 @dataclass(frozen=True)
 class Scissorhands(BestAndRecent):
-    """Drops many tokens at once: those that have least often received much attention lately.
+    """A policy that drops many tokens at once, namely those that seldom received much attention.
 
     Whenever a head holds more than its budget, it counts for every token how many of the last
     `history` queries paid it more attention than the uniform level. It keeps the `recent` last
@@ -82,11 +82,11 @@ class Scissorhands(BestAndRecent):
         if self.drop is not None:
             parts = f"recent={self.recent} tokens that stay and drop={self.drop} that go"
         if self.budget < least:
-            problem = f"expected room for {parts}, got {self.budget}"
+            problem = f"expected a budget that holds {parts}, got {self.budget}"
             raise wrong("budget", problem, f"Pass a budget of at least {least}")
         if self.max_decode_tokens < least:
             lowest = f"gamma={self.gamma} leaves the lowest layer {self.max_decode_tokens} tokens"
-            problem = f"{lowest} of budget={self.budget}, expected room for {parts}"
+            problem = f"{lowest} of budget={self.budget}, but it must hold {parts}"
             raise wrong("gamma", problem, "Lower gamma, or raise the budget")
 
     @property
@@ -142,7 +142,7 @@ class Scissorhands(BestAndRecent):
         budget = self.max_decode_tokens
         room = budget + 1 - self._layer_drop(budget) - self.recent
         beside = f"next to its {self.recent} recent tokens when it has dropped"
-        self._require_whole_spans(spans, room, beside)
+        self._require_all_spans(spans, room, beside)
 
     def _layer_budget(self, layer: LayerStates) -> int:
         return layer_budgets(self.budget, self.gamma, layer.num_layers)[layer.depth]

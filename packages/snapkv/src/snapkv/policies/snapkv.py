@@ -134,7 +134,7 @@ class SnapKV(PrefixPolicy):
 
     @functools.cached_property
     def _voting(self) -> tuple[Hashable, ...]:
-        """The parameters on which the votes depend, as a key for `PromptLayer.compute_once`."""
+        """The parameters on which the votes depend, used as a key in `PromptLayer.compute_once`."""
         reduced = self.window_reduce, self.group_reduce
         return (self.window_size, self.query_tokens, *reduced, self.lift, self.sink_tokens)
 

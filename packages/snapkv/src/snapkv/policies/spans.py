@@ -112,8 +112,8 @@ def require_span(argument: str, span: Any) -> Span:
         raise wrong(argument, problem, remedy, InvalidTypeError)
     start, stop = (require_int(argument, each, minimum=0) for each in span)
     if start >= stop:
-        problem = f"expected a start below its stop, got ({start}, {stop})"
-        raise wrong(argument, problem, "Pass as stop the position after the last one")
+        problem = f"expected a span whose start is less than its stop, got ({start}, {stop})"
+        raise wrong(argument, problem, "Pass the position after the last token as the stop")
     return start, stop
 
 

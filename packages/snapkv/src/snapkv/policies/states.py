@@ -479,7 +479,9 @@ class Eviction:
 
     @classmethod
     def of_mask(cls, kept: Tensor, **other_fields: Any) -> Self:
-        """Create an eviction from a mask of the slots to keep; this waits for a GPU.
+        """Create an eviction from a mask that marks the slots to keep.
+
+        Waits for a GPU.
 
         Args:
             kept: (B, H, S) bool; all heads of a row keep the same number of slots.

@@ -55,7 +55,7 @@ class StreamingLLM(SplitBudget):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the method needs: the rotation, if there are attention sinks to move."""
+        """The name of the rotation if there are attention sinks to move, otherwise no name."""
         return frozenset({"rotation"} if self._moved_tokens else ())
 
     @property
@@ -93,7 +93,7 @@ class StreamingLLM(SplitBudget):
         return replace(eviction, sink_tokens=moved)
 
     def require_protection(self, spans: Spans) -> None:
-        """Check that the protected tokens fit next to the sinks and one recent token.
+        """Check that all protected tokens fit into the budget, with the sinks and one recent token.
 
         Raises:
             InvalidArgumentError: the spans have too many tokens, or the method numbers tokens by
@@ -105,4 +105,4 @@ class StreamingLLM(SplitBudget):
             raise wrong("protect", problem, remedy)
         assert self.recent is not None
         beside = f"next to its {self.start} first tokens and its newest one"
-        self._require_whole_spans(spans, self.recent - 1, beside)
+        self._require_all_spans(spans, self.recent - 1, beside)

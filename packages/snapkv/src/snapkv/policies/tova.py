@@ -60,4 +60,4 @@ class TOVA(BestAndRecent):
         Raises:
             InvalidArgumentError: the spans have as many tokens as the budget, or more.
         """
-        self._require_whole_spans(spans, self.budget - 1, "next to its newest token")
+        self._require_all_spans(spans, self.budget - 1, "next to its newest token")

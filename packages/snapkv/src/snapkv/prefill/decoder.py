@@ -1,4 +1,4 @@
-"""The decoder's layers: replacing their forward, splitting their arguments, and watching memory."""
+"""Work on the decoder's layers: replacing `forward`, splitting arguments, and watching memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +16,10 @@ from snapkv.hf.placement import device_of
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers in order.
+    """Return the layers of the model's decoder in their order.
 
     Raises:
-        UnsupportedModelError: the decoder has not exactly one list of its layers.
+        UnsupportedModelError: the decoder has no list of its layers, or more than one.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     found = [
@@ -28,19 +28,23 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         if isinstance(part, nn.ModuleList) and len(part) == count
     ]
     if len(found) != 1:
-        got = f"{type(model).__name__} with {len(found)}"
-        problem = f"expected a decoder with one list of {count} layers, got {got}"
-        remedy = "Read its prompt with prefill_chunk_size"
+        got = f"{type(model).__name__} with {len(found)} such lists"
+        problem = f"expected a decoder with one list of its {count} layers, got {got}"
+        remedy = "Read the prompt with prefill_chunk_size instead"
         raise wrong("model", problem, remedy, UnsupportedModelError)
     return found[0]
 
 
 @contextlib.contextmanager
-def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the modules' forward by these functions within this block.
+def replacing_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the `forward` of some modules within this block, and restore it afterwards.
+
+    Args:
+        forwards: the function to call in place of each module's `forward`.
 
     Raises:
-        UnsupportedModelError: a module's forward is already replaced, except by accelerate.
+        UnsupportedModelError: the `forward` of a module has already been replaced, and not by
+            accelerate.
     """
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     if not all(map(_brings_to_device, before)):
@@ -58,26 +62,27 @@ def standing_in(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[No
 
 
 def _brings_to_device(module: nn.Module) -> bool:
-    """Return whether the module's replaced forward is accelerate's hook around its own."""
+    """Return whether the `forward` of a module was replaced by accelerate, which moves inputs."""
     hooked = getattr(module.forward, "func", None)
     return getattr(hooked, "__module__", "") == "accelerate.hooks"
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return how many tokens of each row a call of the decoder reads; 0 if there are none."""
+    """Return how many tokens a call of the decoder reads in each row, or 0 if it has no inputs."""
     given = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     return next((each.shape[1] for each in given if each is not None), 0)
 
 
 class ReadEnough(Exception):  # noqa: N818 - no error
-    """Raised out of a forward pass to end it early; the caller that began it must catch it."""
+    """Raised within a forward pass to end it early. The caller that began the pass catches it."""
 
 
 def require_by_token(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> None:
-    """Raise if a layer has arguments that cannot be split by tokens.
+    """Raise if the arguments of a layer cannot be split into parts for single tokens.
 
     Raises:
-        UnsupportedModelError: an argument is positional or does not belong to `tokens` tokens.
+        UnsupportedModelError: an argument is positional, or is a tensor without an axis of
+            `tokens` tokens.
     """
     odd = [f"argument {number}" for number, _ in enumerate(args, 2)]
     odd += [name for name, value in kwargs.items() if not _is_by_token(value, tokens)]
@@ -96,11 +101,11 @@ def _is_by_token(value: Any, tokens: int) -> bool:
 
 
 def part_of(value: Any, start: int, stop: int) -> Any:
-    """Return the part of a layer's argument that belongs to tokens `start` to `stop`.
+    """Return the part of a layer's argument that belongs to the tokens from `start` to `stop`.
 
-    Masks have four axes with the queries along the third; the columns of earlier turns are before
-    those of the tokens. (B, T) masks and position ids, and (B, T, D) position embeddings have the
-    tokens along the second axis.
+    A tensor with four axes is a mask, with the queries along the third axis; the columns of earlier
+    turns come before those of the tokens. Any other tensor has the tokens along its second axis:
+    (B, T) masks and position ids, and (B, T, D) position embeddings.
     """
     if isinstance(value, tuple):
         return tuple(part_of(item, start, stop) for item in value)
@@ -113,11 +118,11 @@ def part_of(value: Any, start: int, stop: int) -> Any:
 
 
 def at_places(value: Any, places: Tensor) -> Any:
-    """Return the part of a layer's argument that belongs to the tokens at the given places.
+    """Return the part of a layer's argument that belongs to some of its tokens.
 
     Args:
-        value: as for `part_of`; a mask of four axes is (B or 1, H or 1, T, T).
-        places: (B, n) ascending.
+        value: the argument, as in `part_of`; a mask with four axes is (B or 1, H or 1, T, T).
+        places: (B, n) int64, the ascending indices of the tokens in each row.
     """
     if isinstance(value, tuple):
         return tuple(at_places(item, places) for item in value)
@@ -132,7 +137,13 @@ def at_places(value: Any, places: Tensor) -> Any:
 
 
 class MemoryWatch:
-    """Remembers which prompt is read into which cache, and the memory that was free before."""
+    """A record of the prompt that is being read, for an error message if memory runs out.
+
+    Attributes:
+        cache: the cache into which the prompt is read; None before the first prompt.
+        tokens: the number of tokens of the prompt.
+        available_bytes: how much memory was free before the prompt; None if it is not known.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._device = device_of(model)
@@ -151,14 +162,16 @@ class MemoryWatch:
         self.available_bytes = free_bytes(self._device)
 
     @contextlib.contextmanager
-    def telling(self, advice: Callable[[], str]) -> Iterator[None]:
-        """Explain what would fit if memory runs out within this block, and empty the cache.
+    def explaining(self, advice: Callable[[], str]) -> Iterator[None]:
+        """Replace any out-of-memory error within this block by one with advice.
+
+        The cache is emptied before the error is raised.
 
         Args:
-            advice: returns the explanation.
+            advice: returns the message of the error.
 
         Raises:
-            OutOfMemoryError: the device has no memory left.
+            OutOfMemoryError: the device has run out of memory.
         """
         try:
             with out_of_memory_explained(

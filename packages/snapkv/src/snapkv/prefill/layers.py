@@ -1,8 +1,8 @@
-"""Read prompts that do not fit into one forward pass: layer by layer, in pieces.
+"""Reading a prompt layer by layer and in pieces, if it does not fit into one forward pass.
 
-Every decoder layer reads the whole prompt in pieces, one after the other, before the next layer
-begins. So there is one buffer of hidden states, the keys and values of one layer, and the
-intermediate results of one piece. The result is exact: every token attends to all tokens before it.
+Every decoder layer reads the whole prompt, one piece after the other, before the next layer begins.
+So memory holds one buffer of hidden states, the keys and values of one layer, and the intermediate
+results of one piece. The result is exact: every token attends to all tokens before it.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from snapkv.prefill.decoder import (
     MemoryWatch,
     decoder_layers,
     part_of,
+    replacing_forward,
     require_by_token,
-    standing_in,
     tokens_of,
 )
 from snapkv.validation import format_bytes, require_int
@@ -37,22 +37,23 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
         with layer_by_layer(model):
             model.generate(ids, past_key_values=CompressedCache(model, SnapKV(1024)))
 
-    Shorter inputs, and those without a `CompressedCache`, are read as usual. A prompt with padding
-    only works if attention's mask for all of it fits into memory; transformers makes none without
-    padding. A layer overwrites the states that it gets, also those that a hook has kept.
+    Inputs of up to `chunk_tokens` tokens, and inputs without a `CompressedCache`, are read as
+    usual. A prompt with padding can only be read if the attention mask for all of it fits into
+    memory; without padding, transformers makes no mask. A layer overwrites the states that it gets,
+    including states that a hook has stored.
 
     Args:
-        model: a decoder-only transformers model.
-        chunk_tokens: tokens of a piece.
+        model: a decoder-only transformers model, which is changed in place within the block.
+        chunk_tokens: how many tokens a piece has.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be found, or are already wrapped; within
-            the block, if an argument of a layer cannot be split.
-        InvalidTypeError: `chunk_tokens` is no integer.
-        InvalidArgumentError: `chunk_tokens` is below 1; within the block, if hidden states,
-            attentions or router logits of a prompt are asked for.
-        OutOfMemoryError: within the block, if the prompt does not fit. The cache is empty then, and
-            the model is unchanged.
+        UnsupportedModelError: the model's layers cannot be found, or are already wrapped. Within
+            the block: an argument of a layer cannot be split.
+        InvalidTypeError: `chunk_tokens` is not an integer.
+        InvalidArgumentError: `chunk_tokens` is below 1. Within the block: hidden states, attention
+            weights or router logits of a prompt are requested.
+        OutOfMemoryError: within the block: the prompt does not fit into memory. The cache is empty
+            then, and the model is unchanged.
     """
     chunk_tokens = require_int("chunk_tokens", chunk_tokens, minimum=1)
     watch = MemoryWatch(model)
@@ -75,17 +76,17 @@ def layer_by_layer(model: PreTrainedModel, *, chunk_tokens: int = 4096) -> Itera
             f"chunk_tokens={max(1, chunk_tokens // 2)} to layer_by_layer, or shorten the prompt"
         )
 
-    with standing_in(forwards), watch.telling(advice):
+    with replacing_forward(forwards), watch.explaining(advice):
         yield
 
 
 def _read(
     forward: Callable[..., Any], config: Any, chunk_tokens: int, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the decoder's forward with a copy of the embeddings, which the layers overwrite.
+    """Run the decoder, on a copy of the embeddings if the layers are going to overwrite them.
 
     Raises:
-        InvalidArgumentError: outputs are asked for that need all tokens of a layer at once.
+        InvalidArgumentError: an output is requested that needs all tokens of a layer at once.
     """
     if _comes_in_pieces(cache_among(kwargs), tokens_of(args, kwargs), chunk_tokens):
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
@@ -111,9 +112,12 @@ def _read_layer(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a layer's forward, in pieces if the input is long and goes into a compressed cache.
+    """Run a decoder layer, in pieces if the input is long and is read into a compressed cache.
 
-    Overwrites `hidden_states` in place.
+    If it runs in pieces, the outputs overwrite `hidden_states` in place.
+
+    Raises:
+        UnsupportedModelError: an argument of the layer cannot be split into pieces.
     """
     cache = cache_among(kwargs)
     tokens = hidden_states.shape[1]
@@ -137,7 +141,7 @@ def _read_layer(
 
 
 def _read_norm(forward: Callable[..., Any], chunk_tokens: int, hidden_states: Tensor) -> Tensor:
-    """Run a norm's forward in pieces, in place, because it makes float32 copies of its input."""
+    """Run a norm in pieces and in place, because it computes on a float32 copy of its input."""
     if hidden_states.shape[1] <= chunk_tokens or torch.is_grad_enabled():
         normed: Tensor = forward(hidden_states)
         return normed

@@ -1,10 +1,10 @@
-"""Read a prompt once for several caches.
+"""Reading a prompt once for several caches.
 
-A method selects after the attention of each layer, which has then read the whole prompt, so the
-hidden states are the same whatever is kept. So the prompt is read once, and the arguments of every
-layer's attention are kept. Every cache then goes through these calls again, through the same
-wrapped attention, without the model's computations between them: only appending and selecting is
-left.
+A policy selects after a layer's attention, which has then read the whole prompt. So the hidden
+states do not depend on the selection, and one forward pass is enough: the arguments of each layer's
+attention call are stored. For each cache, the stored calls run through the same wrapped attention
+again, without the computations of the model between them. Only appending and selecting is left to
+do.
 """
 
 import contextlib
@@ -27,12 +27,21 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.hf.forward_context import Hook, hooked
 from snapkv.policies import FullCache
-from snapkv.prefill.decoder import standing_in
+from snapkv.prefill.decoder import replacing_forward
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """What one layer appended to the cache, and the attention call that followed."""
+    """The tokens that one layer has appended to the cache, and the attention call that followed.
+
+    Attributes:
+        layer_idx: the index of the layer.
+        keys: (B, Hkv, T, D) keys that were appended.
+        values: (B, Hkv, T, Dv) values that were appended.
+        returned_at: the address of the keys that the cache returned to the model.
+        call: the attention call; None until it has run.
+        last_output: (B, 1, Hq, Dv), its output for the last token; None until it has run.
+    """
 
     layer_idx: int
     keys: Tensor
@@ -42,7 +51,10 @@ class _Step:
     last_output: Tensor | None = None
 
     def append_to(self, cache: CompressedCache) -> None:
-        """Append the same tokens to `cache`, which selects as if it read the prompt itself."""
+        """Append the tokens to `cache`, and let it select as if the model had read the prompt.
+
+        Changes `cache` in place.
+        """
         assert self.call is not None
         assert self.last_output is not None
         tokens = self.call.query.shape[2]
@@ -55,7 +67,7 @@ class _Step:
 
 
 class SharedReading:
-    """A prompt that was read once, for any number of caches of the model.
+    """A prompt that is read once, and whose reading can be repeated for any number of caches.
 
     For example::
 
@@ -74,15 +86,15 @@ class SharedReading:
         read_ms: how long reading took, in milliseconds.
 
     Raises:
-        UnsupportedModelError: some layers do not hold keys and values of their own (states of a
-            recurrence, keys of another layer), or have a forward that is already wrapped.
+        UnsupportedModelError: some layers do not hold keys and values of their own, but recurrent
+            states or the keys of another layer; or the model's `forward` is already wrapped.
     """
 
     def __init__(self, model: PreTrainedModel, input_ids: Tensor) -> None:
         self._model, self._ids = model, input_ids
         leader = _NotingCache(model, FullCache())
         begin = time.perf_counter()
-        unwrapped = standing_in({model: model.forward})  # raises now if `given` would raise
+        unwrapped = replacing_forward({model: model.forward})  # raises now if `given` would raise
         with torch.inference_mode(), hooked(leader), unwrapped:
             output = model(input_ids, **passed(leader), logits_to_keep=1)
         if input_ids.device.type == "cuda":
@@ -102,12 +114,12 @@ class SharedReading:
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
-        """Let the model skip reading this prompt into an empty cache within this block.
+        """Fill an empty cache from this reading when the model reads the same prompt in this block.
 
         Everything else is read as usual.
 
         Raises:
-            UnsupportedModelError: the model's forward is already wrapped.
+            UnsupportedModelError: the model's `forward` is already wrapped.
         """
         own = self._model.forward
 
@@ -123,12 +135,12 @@ class SharedReading:
                 step.append_to(cache)
             return dataclasses.replace(self._output, **passed(cache))
 
-        with standing_in({self._model: forward}):
+        with replacing_forward({self._model: forward}):
             yield
 
 
 def _is_plain(kwargs: dict[str, Any]) -> bool:
-    """Return whether a call asks for no further outputs, and neither hides nor moves a token."""
+    """Return whether a call requests only logits, and neither hides nor moves a token."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     return not (
@@ -139,7 +151,7 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
 
 
 class _NotingCache(CompressedCache, Hook):
-    """A cache that keeps everything, and records what was appended layer by layer."""
+    """A cache that keeps all tokens, and records in `steps` what each layer appends to it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -156,16 +168,16 @@ class _NotingCache(CompressedCache, Hook):
         return keys, values
 
     def on_attention(self, call: AttentionCall, attended: Attended) -> None:
-        """Record the attention of the layer that has just appended, but of no other layer."""
+        """Record an attention call if it is the first one since a layer has appended its tokens."""
         if self.steps and self.steps[-1].call is None:
             step = self.steps[-1]
             step.call, step.last_output = call, attended[0][:, -1:].clone()
 
 
 def shared_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Estimate the bytes that a `SharedReading` of `tokens` tokens holds.
+    """Estimate how many bytes of memory a `SharedReading` of `tokens` tokens takes.
 
-    These are all queries, keys and values.
+    It holds the queries, keys and values of all layers.
     """
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads

@@ -1,4 +1,4 @@
-"""The stores of the keys and values of one layer: what heads kept of a prompt, and a tail.
+"""The stores of one layer's keys and values: the tokens that heads kept of a prompt, and a tail.
 
     KV head 0    t5  t9  t11 t12 | t13 t14 t15  .   .    kept: 4 tokens    tail: 3, room for two
     KV head 1            t8  t12 | t13 t14 t15  .   .    kept: 2 tokens
@@ -54,17 +54,17 @@ class TokenStore(ABC):
 
     @property
     def keys(self) -> Any:
-        """The keys of the tail, as attention gets them.
+        """The keys of the tail in the form in which attention receives them.
 
-        Shape: (B, H, S, D); None while the store is empty.
+        Their shape is (B, H, S, D); None while the store is empty.
         """
         return self.tail.keys
 
     @property
     def values(self) -> Any:
-        """The values of the tail, as attention gets them.
+        """The values of the tail in the form in which attention receives them.
 
-        Shape: (B, H, S, Dv); None while the store is empty.
+        Their shape is (B, H, S, Dv); None while the store is empty.
         """
         return self.tail.values
 
@@ -148,6 +148,21 @@ class TokenStore(ABC):
             The store to use from now on, often `self`, changed in place.
         """
 
+    @abstractmethod
+    def as_ragged(
+        self, padding: Tensor | None, tokens: int
+    ) -> Any:  # `ragged_store` imports this file
+        """Return a ragged store whose heads hold the first tokens, and whose tail holds the others.
+
+        Args:
+            padding: (B,) int64, how many leading slots of each row hold no token; None for none.
+            tokens: how many slots belong to the heads. A ragged store keeps its own number.
+
+        Returns:
+            A new `RaggedStore`, or `self` if it is ragged. The type cannot be named here, because
+            `ragged_store` imports this file.
+        """
+
     def truncate(self, tokens: int) -> "TokenStore":
         """Remove the last `tokens` tokens of every head.
 
@@ -223,7 +238,7 @@ class TokenStore(ABC):
         return self
 
     def leave_room(self) -> None:
-        """Copy the written tokens into a tail that grows again, and free the unused room."""
+        """Copy the written tokens into a tail that can grow, and free the fixed buffer."""
         self.tail = Tail(*(part.clone() for part in self.tail.written))
         self.has_room = False
 

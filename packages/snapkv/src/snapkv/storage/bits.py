@@ -1,4 +1,4 @@
-"""How many bits the keys and values that are kept of a prompt have."""
+"""The number of bits in which the kept keys and values of a prompt are stored."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

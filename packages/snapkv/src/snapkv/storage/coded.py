@@ -178,7 +178,7 @@ def state_in_codes(state: dict[str, Any], how: KVCodes) -> dict[str, Any]:
     if "states" in state:
         states, others = state["states"], state
     else:
-        states = RaggedStates.whole(state["keys"], state["values"])
+        states = RaggedStates.from_dense(state["keys"], state["values"])
         others = {name: part for name, part in state.items() if name not in ("keys", "values")}
     return others | {"states": CodedStates.of(states, how)} if len(states.keys) else state
 

@@ -77,27 +77,21 @@ class DenseStore(TokenStore):
 
     def with_room(self, tokens: int, padding: Tensor | None) -> TokenStore:
         """Return a ragged store that holds all tokens, and has room for more tokens after them."""
-        store = self.ragged_from(padding, self.slots)
+        store = self.as_ragged(padding, self.slots)
         store.was_dense = True
         return store.with_room(tokens, None)
 
-    def ragged_from(self, empty: Tensor | None, tokens: int) -> RaggedStore:
-        """Return a ragged store whose heads hold the first tokens, and whose tail holds the others.
-
-        Args:
-            empty: (B,) leading slots of each row that hold no token, or None.
-            tokens: how many slots belong to the heads.
-        """
+    def as_ragged(self, padding: Tensor | None, tokens: int) -> RaggedStore:
         keys, values = self.tail.written
-        if empty is None:
+        if padding is None:
             return RaggedStore(
-                states=RaggedStates.whole(keys[:, :, :tokens], values[:, :, :tokens]),
+                states=RaggedStates.from_dense(keys[:, :, :tokens], values[:, :, :tokens]),
                 keys=keys[:, :, tokens:].clone(),  # a view would keep all keys in memory
                 values=values[:, :, tokens:].clone(),
                 num_kv_heads=self.num_kv_heads,
             )
         slots = torch.arange(tokens, device=keys.device).expand(*keys.shape[:2], -1)
-        slots = slots.masked_fill(slots < empty[:, None, None], -1)
+        slots = slots.masked_fill(slots < padding[:, None, None], -1)
         store = RaggedStore.gather(self, slots, tokens)
         store.ragged = replace(store.ragged.decoded(), least_slots=tokens)
         return store

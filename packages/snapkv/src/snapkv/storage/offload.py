@@ -56,7 +56,7 @@ class OffloadPool:
         """The name of the place, as a user would write it: "host" or the path of the folder."""
         return "host" if self.folder is None else str(self.folder)
 
-    def room_for(
+    def allocate(
         self, *states: Tensor, device: torch.device, is_limited: bool = True
     ) -> "PooledTensors":
         """Allocate memory for a copy of each tensor.
@@ -70,7 +70,7 @@ class OffloadPool:
                 the limit.
 
         Raises:
-            OutOfMemoryError: the limit is reached, or the system has no room.
+            OutOfMemoryError: the limit would be exceeded, or the system has no memory left.
         """
         wanted = sum(part.nbytes for part in states)
         with self._lock:
@@ -98,7 +98,7 @@ class OffloadPool:
         """
         if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
             taken, limit = format_bytes(self.taken_bytes), format_bytes(self.limit_bytes)
-            problem = f"{taken} are offloaded, and {format_bytes(wanted)} more exceed {limit}"
+            problem = f"{taken} are offloaded, and {format_bytes(wanted)} more would exceed {limit}"
             remedy = "Raise recall_bytes, or shorten the text"
             raise wrong("recall_bytes", problem, remedy, OutOfMemoryError)
 
@@ -118,7 +118,7 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
     process. The file has no name, so it disappears with the tensor.
 
     Raises:
-        OutOfMemoryError: the disk has no room, or the file cannot be made.
+        OutOfMemoryError: the disk is full, or the file cannot be made.
     """
     if not states.nbytes:
         return torch.empty(states.shape, dtype=states.dtype)
@@ -129,16 +129,16 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
                 os.posix_fallocate(descriptor, 0, states.nbytes)
             else:
                 os.ftruncate(descriptor, states.nbytes)
-            room = torch.from_file(name, shared=True, size=states.nbytes, dtype=torch.uint8)
+            memory = torch.from_file(name, shared=True, size=states.nbytes, dtype=torch.uint8)
         finally:
             os.close(descriptor)
             os.unlink(name)
     except OSError as error:
         more, reason = format_bytes(states.nbytes), error.strerror
-        problem = f"{more} more cannot be written to {str(folder)!r} ({reason})"
+        problem = f"another {more} cannot be written to the folder {str(folder)!r} ({reason})"
         remedy = "Choose another folder, or set recall_bytes"
         raise wrong("recall", problem, remedy, OutOfMemoryError) from error
-    return room.view(states.dtype).view(states.shape)
+    return memory.view(states.dtype).view(states.shape)
 
 
 class PooledTensors:
@@ -179,17 +179,19 @@ def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The offloaded keys and values of a run of tokens. A piece never changes.
+    """The keys and values of consecutive tokens that have been offloaded together.
+
+    A piece never changes.
 
     Attributes:
-        room: keys and values, (R, Hkv, N, D) and (R, Hkv, N, Dv), as attention sees them.
+        stored: keys and values, (R, Hkv, N, D) and (R, Hkv, N, Dv), as attention sees them.
         start: column of the first token.
         end: column after the last token that counts.
         rows: (B,) int64, which of the R rows each row of the batch has; several may share one.
         shift: (B,) int64, by how many columns each row's tokens are further to the right.
     """
 
-    room: PooledTensors
+    stored: PooledTensors
     start: int
     end: int
     rows: Tensor
@@ -202,7 +204,7 @@ class Piece:
         """
         for row, shift in zip(self.rows.tolist(), self.shift.tolist(), strict=True):
             begin = self.start + shift
-            yield row, begin, max(0, min(self.room.tensors[0].shape[2], self.end - begin))
+            yield row, begin, max(0, min(self.stored.tensors[0].shape[2], self.end - begin))
 
 
 class OffloadedTokens:
@@ -213,7 +215,7 @@ class OffloadedTokens:
     are lost.
 
     Attributes:
-        pool: where there is room for them; None for a layer without recall.
+        pool: the pool that holds them; None for a layer without recall.
         is_due: whether they must be restored before the next tokens, which vote on all that was
             seen.
     """
@@ -235,7 +237,7 @@ class OffloadedTokens:
 
     @property
     def held_bytes(self) -> int:
-        return sum(states.nbytes for piece in self.pieces for states in piece.room.tensors)
+        return sum(states.nbytes for piece in self.pieces for states in piece.stored.tensors)
 
     def append_up_to(self, tokens: int, whole: TokenStore) -> None:
         """Offload the first `tokens` tokens, except for those that are already offloaded.
@@ -248,7 +250,7 @@ class OffloadedTokens:
                 missing.
 
         Raises:
-            OutOfMemoryError: there is no room.
+            OutOfMemoryError: the pool or the system has no memory left.
         """
         done = self.tokens if self.pool is not None else tokens
         if done < tokens:
@@ -270,25 +272,25 @@ class OffloadedTokens:
             keys: (B, Hkv, N, D).
             values: (B, Hkv, N, Dv).
             on: the device they will be restored to; None for the device of `keys`.
-            is_limited: as in `OffloadPool.room_for`.
+            is_limited: as in `OffloadPool.allocate`.
 
         Raises:
-            OutOfMemoryError: there is no room.
+            OutOfMemoryError: the pool or the system has no memory left.
         """
         tokens, batch = keys.shape[2], keys.shape[0]
         if not tokens or self.pool is None:
             return
         states = (keys.detach(), values.detach())
         device = on or keys.device
-        room = self.pool.room_for(*states, device=device, is_limited=is_limited)
+        stored = self.pool.allocate(*states, device=device, is_limited=is_limited)
         with _copying(keys.device):
-            for target, source in zip(room.tensors, states, strict=True):
+            for target, source in zip(stored.tensors, states, strict=True):
                 if source.is_cuda:
                     source.record_stream(torch.cuda.current_stream(source.device))
                 target.copy_(source, non_blocking=True)
         rows, none = torch.arange(batch), torch.zeros(batch, dtype=torch.int64)
-        start = self.tokens
-        self.pieces.append(Piece(room=room, start=start, end=start + tokens, rows=rows, shift=none))
+        start, end = self.tokens, self.tokens + tokens
+        self.pieces.append(Piece(stored=stored, start=start, end=end, rows=rows, shift=none))
 
     def select_where(self, stays: Tensor) -> None:
         """Keep only some of the offloaded tokens.
@@ -300,7 +302,7 @@ class OffloadedTokens:
                 be restored. A row that keeps fewer tokens than another one is padded on the left.
 
         Raises:
-            OutOfMemoryError: the system has no room for the copy.
+            OutOfMemoryError: the system has no memory left for the copy.
         """
         slots = ops.kept_indices(stays.cpu()[:, None])
         keys, values = (ops.gather_tokens(states, slots) for states in self.on_host())
@@ -338,14 +340,14 @@ class OffloadedTokens:
         """
         wait_for_copies()
         first = self.pieces[0]
-        keys, values = (states[first.rows, :, :0] for states in first.room.tensors)
+        keys, values = (states[first.rows, :, :0] for states in first.stored.tensors)
         return self.with_tail(keys, values)
 
     def _whole(self, tail: Tensor, plane: int) -> Tensor:
         B, H, N, D = tail.shape
         whole = torch.empty(B, H, self.tokens + N, D, dtype=tail.dtype, device=tail.device)
         for piece in self.pieces:
-            states = piece.room.tensors[plane]
+            states = piece.stored.tensors[plane]
             for row, (own, begin, count) in enumerate(piece.spans()):
                 for head in range(H):  # both sides contiguous: no second copy on the device
                     part = whole[row, head, begin : begin + count]
@@ -374,7 +376,7 @@ class OffloadedTokens:
         ]
 
     def shift(self, columns: Tensor, tokens: int) -> None:
-        """Move the tokens of each row to the right, to make room for padding.
+        """Move the tokens of each row to the right, so that padding fits before them.
 
         Nothing is copied. The new shift replaces an earlier one.
 

@@ -40,7 +40,7 @@ class RaggedStates:
     def gather(
         cls, keys: Tensor, values: Tensor, index: Tensor, counts: Counts | None = None
     ) -> "RaggedStates":
-        """Copy the selected tokens of each head into ragged states.
+        """Create ragged states from copies of the tokens that each head has selected.
 
         Args:
             keys: (B, Hkv, T, D).
@@ -49,10 +49,15 @@ class RaggedStates:
             counts: tokens of each head; None to count them, which waits for a GPU.
         """
         rows = ops.flat_rows(keys, index)
-        return cls.whole(keys, values)._at_last(rows, counts or tokens_of(index))
+        return cls.from_dense(keys, values)._at_last(rows, counts or tokens_of(index))
 
     def _at_last(self, rows: Tensor, counts: Counts) -> "RaggedStates":
-        """Copy the last `counts` of the given flat rows of each head."""
+        """Create ragged states from the last of some flat rows.
+
+        Args:
+            rows: (B, H, K) row numbers in `keys` and `values`.
+            counts: how many of the last entries of each head are copied.
+        """
         heads = zip(rows.flatten(0, 1), itertools.chain(*counts), strict=True)
         return self.select_flat(torch.cat([head[len(head) - n :] for head, n in heads]), counts)
 
@@ -78,7 +83,7 @@ class RaggedStates:
         )
 
     @classmethod
-    def whole(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
+    def from_dense(cls, keys: Tensor, values: Tensor) -> "RaggedStates":
         """Create ragged states from heads that all hold the same number of tokens.
 
         Nothing is copied if the tensors are contiguous.
@@ -146,7 +151,7 @@ class RaggedStates:
 
     @functools.cached_property
     def layout(self) -> RaggedLayout:
-        """The position of every head's tokens, as attention needs it."""
+        """The layout that tells attention where the tokens of each head are."""
         return RaggedLayout(self.head_tokens, self.keys.device)
 
     def padded_keys(self) -> Tensor:
@@ -215,7 +220,9 @@ class RaggedStates:
 
 
 def tokens_of(index: Tensor) -> Counts:
-    """Count the tokens of each head; this waits for a GPU.
+    """Count the tokens of each head.
+
+    Waits for a GPU.
 
     Args:
         index: (B, H, K) slots, -1 for entries that are no tokens.

@@ -72,10 +72,13 @@ class RaggedStore(TokenStore):
         """Return the keys and values of the heads, decoded if they are quantized."""
         return self.ragged.decoded()
 
+    def as_ragged(self, padding: Tensor | None, tokens: int) -> "RaggedStore":
+        return self
+
     def absorb_tail(self) -> None:
         """Append the tokens of the tail to the heads, so that the tail is empty."""
         slots, heads = self.slots, self.heads()
-        tail = RaggedStates.whole(*self.tail.written)
+        tail = RaggedStates.from_dense(*self.tail.written)
         self.ragged = replace(heads.joined(tail), least_slots=slots)
         self._hold(lambda states: states[..., :0, :].clone())
 

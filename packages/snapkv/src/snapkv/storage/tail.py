@@ -12,17 +12,6 @@ Pair = tuple[Tensor, Tensor]
 """Keys (B, H, S, D) and values (B, H, S, Dv)."""
 
 
-def slots_behind(stored_tokens: int, new_tokens: int) -> int:
-    """Return the size of a buffer after new tokens have been appended one by one.
-
-    Args:
-        stored_tokens: how many tokens are stored before.
-        new_tokens: how many tokens are appended.
-    """
-    rounds = -(-new_tokens // (ROOM_TOKENS + 1))
-    return stored_tokens + rounds * (ROOM_TOKENS + 1)
-
-
 class Tail:
     """The keys and values of the last tokens, in a buffer to which new tokens are appended.
 

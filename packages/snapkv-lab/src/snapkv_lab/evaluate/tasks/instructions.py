@@ -76,8 +76,8 @@ class Instructions(HaystackTask):
             code, begin = draw.sample(_WORDS, 2)
             wanted = {"code": code, "begin": begin, "end": f"#{draw.randrange(100, 1000)}"}
             text = self._text(tokenizer, length - _OVERHEAD_TOKENS, draw)
-            for asked in _LINES:
-                yield self._sample(f"{length}/{asked}/{index}", length, asked, wanted, text)
+            for rule in _LINES:
+                yield self._sample(f"{length}/{rule}/{index}", length, rule, wanted, text)
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Return 1 if the instruction was followed, or for a cloze, if it was copied."""
@@ -85,17 +85,17 @@ class Instructions(HaystackTask):
         return float(check(prediction.strip().strip('"').lower(), sample.references[0]))
 
     def _sample(
-        self, name: str, length: int, asked: str, wanted: dict[str, str], text: str
+        self, name: str, length: int, rule: str, wanted: dict[str, str], text: str
     ) -> Sample:
         block = _HEADER + "".join(line.format(wanted[key]) for key, line in _LINES.items())
         tokens = 8 if self.cloze else 64
         return Sample(
             name=name,
-            cell={"length": length, "instruction": asked},
+            cell={"length": length, "instruction": rule},
             context=f"{block}\n{text}",
             question=_CLOZE if self.cloze else _FREE,
-            answer_start=_LINES[asked].partition(" {}")[0] if self.cloze else "",
-            references=(wanted[asked],),
+            answer_start=_LINES[rule].partition(" {}")[0] if self.cloze else "",
+            references=(wanted[rule],),
             settings=GenerationSettings(max_new_tokens=tokens),
             details={"protect": [block.strip()]} if self.protect else {},
         )

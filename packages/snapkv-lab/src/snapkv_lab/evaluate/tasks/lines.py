@@ -87,21 +87,21 @@ class Lines(Task):
     def _record(self, length: int, position: int, index: int, count: int) -> Sample:
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")
-        asked = round((count - 1) * position / 100)
+        target = round((count - 1) * position / 100)
         keys = draw_distinct(lambda: draw_word_key(draw), count)
         values = [draw_number(draw, _DIGITS) for _ in keys]
-        others = draw.sample([i for i in range(count) if i != asked], self.examples)
+        others = draw.sample([i for i in range(count) if i != target], self.examples)
         lines = [_LINE.format(name=key) + value for key, value in zip(keys, values, strict=True)]
         shown_examples = "".join(f"\n{lines[i]}>" for i in others)
-        question = _QUESTION.format(name=keys[asked]) + shown_examples
+        question = _QUESTION.format(name=keys[target]) + shown_examples
         return Sample(
             name=name,
             cell={"length": length, "position": position},
             context=_HEADER + "".join(f"{line}{_END}" for line in lines),
             question=question,
             plain_question=f"{question}\n" if shown_examples or self.cloze else question,
-            answer_start=_LINE.format(name=keys[asked]) if self.cloze else "",
-            references=(values[asked],),
+            answer_start=_LINE.format(name=keys[target]) if self.cloze else "",
+            references=(values[target],),
             settings=self._settings,
         )
 

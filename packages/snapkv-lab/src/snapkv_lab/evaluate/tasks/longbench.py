@@ -263,9 +263,9 @@ def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
     for name in names:
         if name not in available:
             which = "LongBench-E" if extended else "LongBench"
-            problem = f"expected English or code sets of {which}, got {name!r}"
-            remedy = f"Choose from {', '.join(available)}{nearest(name, available)}"
-            raise wrong("datasets", problem, remedy)
+            known = ", ".join(available)
+            problem = f"expected English or code sets of {which} ({known}), got {name!r}"
+            raise wrong("datasets", problem, nearest(name, available, "Choose from these"))
     return [one for name, one in available.items() if name in names or not names]
 
 

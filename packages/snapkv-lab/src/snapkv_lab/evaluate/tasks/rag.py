@@ -189,7 +189,11 @@ class RagPosition(PhraseTask):
         return super().describe() | own
 
     def _rows(self) -> list[Question]:
-        """Return the questions, with documents that do not contain the answer in order of rank."""
+        """Draw `samples_each` questions, from the file `data` or else from the corpus.
+
+        Questions from the corpus get other documents that do not contain the answer, in order of
+        rank.
+        """
         if self.data is not None:
             return draw_questions(read_rows(Path(self.data)), self.samples_each, self.seed)
         questions = phrase_questions(load_corpus(self.corpus).questions)
@@ -405,7 +409,7 @@ def _parse_question(record: Row, path: Path, name: str) -> Question:
     return Question(
         name=name,
         text=record["question"],
-        asked=record["question"],
+        raw_text=record["question"],
         answers=tuple(record["answers"]),
         gold=gold,
         near=tuple(p for d, p in passages if not d["isgold"] and not d["hasanswer"]),

@@ -140,7 +140,7 @@ def _needles(
     def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
         names = draw_distinct(lambda: _draw_text(key, draw), keys)
         hidden = {name: draw_distinct(lambda: _draw_text(value, draw), values) for name in names}
-        asked_names = draw.sample(names, queries)
+        chosen_names = draw.sample(names, queries)
         needles = [needle(name, each) for name in names for each in hidden[name]]
         draw.shuffle(needles)
         if haystack == "essay":
@@ -153,7 +153,7 @@ def _needles(
             places = sorted(draw.sample(range(len(others)), len(needles)), reverse=True)
             text = "\n".join(_insert(others, needles, places))
         return _phrase_needles(
-            value, text, asked_names, tuple(each for name in asked_names for each in hidden[name])
+            value, text, chosen_names, tuple(each for name in chosen_names for each in hidden[name])
         )
 
     return Generator(draw=puzzle, new_tokens=128, least=keys * values)
@@ -213,8 +213,8 @@ def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzz
     It is the task vt. An example with shorter names comes first.
     """
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
-    asked = _chain(draw, parts, letters=5)
-    return asked.after_example(example, f" {' '.join(example.references)}", "\n\n\n\n")
+    puzzle = _chain(draw, parts, letters=5)
+    return puzzle.after_example(example, f" {' '.join(example.references)}", "\n\n\n\n")
 
 
 def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
@@ -247,8 +247,8 @@ def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puz
     """
     is_short = wanted.length < _SHORT
     example = _make_word_list(draw, 20, 3, 1) if is_short else _make_word_list(draw, 40, 10, 3)
-    asked = _make_word_list(draw, parts, 6, 1) if is_short else _make_word_list(draw, parts, 30, 3)
-    return asked.after_example(example, _number_words(example.references), "\n")
+    puzzle = _make_word_list(draw, parts, 6, 1) if is_short else _make_word_list(draw, parts, 30, 3)
+    return puzzle.after_example(example, _number_words(example.references), "\n")
 
 
 def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
@@ -330,7 +330,7 @@ def _question_answering(dataset: CorpusName) -> Generator:
         )
         return Puzzle(
             context=f"{_TASK}The following are given documents.\n\n{text}",
-            question=f"\n\n{_TASK}Question: {question.asked}",
+            question=f"\n\n{_TASK}Question: {question.raw_text}",
             answer_start="Answer:",
             references=question.answers,
         )

@@ -64,7 +64,7 @@ def encode_layer(
     return {
         "kind": COMPRESSED,
         "store_kind": layer.store.kind,
-        "recall_due": layer.recall_due,
+        "recall_due": layer.offloaded.is_due,
         **_encode(parts, name, tensors),
         **({"beside": _encode(_saveable(others), name, tensors)} if others else {}),
     }

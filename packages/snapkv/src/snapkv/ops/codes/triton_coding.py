@@ -21,7 +21,7 @@ _SMALLEST_STEP = tl.constexpr(2.0**-24)
 
 
 def encode_all(parts: Sequence[tuple[Tensor, int, Along]]) -> list[Codes]:
-    """Quantize several tensors on a GPU; see `snapkv.ops.encode_all`.
+    """Quantize several tensors on a GPU, as `snapkv.ops.encode_all` describes it.
 
     If a number is beyond the range of float16, torch does the work instead.
 

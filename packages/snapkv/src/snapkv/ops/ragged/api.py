@@ -68,7 +68,7 @@ def ragged_attention(
         reason = flash.obstacle(inputs, values, layout)
         fits = reason is None
     if impl == "flash" and reason is not None:
-        problem = f"expected one that can run here, got 'flash' {reason}"
+        problem = f"expected an implementation that can run here, got 'flash' {reason}"
         raise wrong("impl", problem, "Pass impl='auto'")
     attend = implementation(
         "ragged_attention",

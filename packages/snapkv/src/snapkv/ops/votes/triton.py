@@ -188,7 +188,7 @@ def _second_tiles(keys: Tensor, width: int, rows: int) -> tuple[int, int]:
 
 
 def fade_votes(votes: Tensor, decay: float) -> Tensor:
-    """Fade the votes along the prefix on a GPU, without gradients.
+    """Fade the votes along the prefix with a kernel that computes no gradients.
 
     See `snapkv.ops.fade_votes`.
     """
@@ -295,7 +295,7 @@ def _sum_exponentials(
 
 @triton.jit(do_not_specialize=["splits", "rows"])
 def _total(marks_at, totals_at, splits, rows, ROWS: tl.constexpr):
-    """Combine the splits of some queries of one KV head."""
+    """Combine the results of all splits, for some of the queries of one KV head."""
     head, row = tl.program_id(0).to(tl.int64), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)

@@ -19,24 +19,24 @@ MOST_TIMES = 2
 """How often a change of the cache may end a captured step before all steps run eagerly."""
 
 
-class Room:
+class AppendBuffers:
     """Allocates and releases the append buffers of a cache during one `generate` call.
 
     Args:
         cache: a `CompressedCache`.
         last: the most tokens the cache will have seen when `generate` ends; None if unknown.
-        asks_weights: whether `generate` returns attention weights.
+        returns_weights: whether `generate` returns attention weights.
     """
 
-    def __init__(self, cache: Any, last: int | None, *, asks_weights: bool) -> None:
+    def __init__(self, cache: Any, last: int | None, *, returns_weights: bool) -> None:
         self._setup, self._prompt_state = cache.setup, cache.prompt_state
-        self._last, self._asks_weights = last, asks_weights
+        self._last, self._returns_weights = last, returns_weights
         self._next, self._free, self._taken_back = FIRST_TOKENS, 0, 0
         self._tails: list[Any] = []  # the allocated append buffers, one per layer
 
     @property
     def obstacle(self) -> str:
-        """Why append buffers cannot be used; an empty string if they can."""
+        """The reason why append buffers cannot be used, or an empty string if they can be used."""
         setup, prompt_state = self._setup, self._prompt_state
         if setup.evicts:
             return f"{setup.policy.name} evicts after every token"
@@ -46,7 +46,7 @@ class Room:
             return f"the heads of {setup.model} share what is stored"
         if prompt_state.verifies_drafts:
             return "drafts are verified, whose number changes"
-        if self._asks_weights:
+        if self._returns_weights:
             return "attention weights are returned"
         if not self._tails and 0 < self._coming < LEAST_TOKENS:
             return f"fewer than {LEAST_TOKENS} tokens may come"
@@ -66,7 +66,10 @@ class Room:
 
     @property
     def is_lent(self) -> bool:
-        """Whether every layer still uses its append buffer; other changes of a cache replace it."""
+        """Whether every layer still uses the append buffer that was allocated for it.
+
+        Some changes of the cache replace the buffers.
+        """
         pairs = zip(self._prompt_state.layers, self._tails, strict=False)
         return bool(self._tails) and all(layer.store.tail is tail for layer, tail in pairs)
 
@@ -80,7 +83,7 @@ class Room:
         self._taken_back += bool(self._tails) and not is_lent
         return self._free >= 0 and is_lent
 
-    def take(self, new_tokens: int) -> None:
+    def allocate(self, new_tokens: int) -> None:
         """Allocate append buffers for at least the next `new_tokens` tokens, in all layers.
 
         If tokens are quantized, the tokens in the old buffer are quantized first, and the new
@@ -88,7 +91,7 @@ class Room:
         """
         layers, coming = self._prompt_state.layers, self._coming
         if self._setup.quantize is not None:
-            self.leave()
+            self.release()
         tokens = max(new_tokens, min(coming, self._next) if coming > 0 else self._next)
         for layer in layers:
             layer.take_room(tokens)
@@ -96,8 +99,11 @@ class Room:
         if self._setup.quantize is None:
             self._next *= 2
 
-    def leave(self) -> None:
-        """Release the append buffers: cut each to its used slots, and let its layer grow."""
+    def release(self) -> None:
+        """Release the append buffers, so that every layer can grow as usual.
+
+        The tokens that were written stay in the layers.
+        """
         for layer, tail in zip(self._prompt_state.layers, self._tails, strict=False):
             if layer.store.tail is tail:
                 layer.leave_room()
