@@ -28,6 +28,12 @@ _IN_BROWSERS = {
 The Encoding Standard says so, because pages declare a part of the encoding that they are in.
 """
 
+_NOT_OF_FILES = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape", "utf-7")
+"""Python's text encodings that are for host names or literals, or that browsers refuse.
+
+Punycode and IDNA also take a time that grows with the square of the length.
+"""
+
 _DECLARED = re.compile(
     rb"""<\?xml[^>]{,200}?encoding\s*=\s*["']([\w.:-]+)|<meta[^>]{,400}?charset\s*=\s*["']?([\w.:-]+)""",
     re.IGNORECASE,
@@ -50,14 +56,14 @@ def decode(name: str, data: bytes) -> str:
         data: the content of the file.
 
     Raises:
-        DocumentError: `data` is binary or is not in that encoding, or Python does not know the
+        DocumentError: `data` is binary or is not in that encoding, or no text file is in that
             encoding.
     """
     if is_binary(data):
         raise not_text(name, data)
     declared, encoding = _declared_encoding(data), _unicode_encoding(data)
     try:
-        encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
+        encoding = encoding or _encoding_in_browsers(declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         if kind_of(data) is not None:  # compressed data without a NUL byte
@@ -68,9 +74,9 @@ def decode(name: str, data: bytes) -> str:
             "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
             "Russian, SHIFT_JIS Japanese) -t UTF-8",
         ) from error
-    except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
+    except LookupError as error:
         raise refused(
-            f"expected an encoding that Python knows, got {declared!r} declared in {name}",
+            f"expected a known encoding of text, got {declared!r} declared in {name}",
             "Convert it to UTF-8",
         ) from error
 
@@ -100,6 +106,19 @@ def _declared_encoding(data: bytes) -> str:
     if begun[:1] == b"<" and (found := _DECLARED.search(begun)):
         return (found[1] or found[2]).decode("ascii", "replace")
     return next((name for name, shift in _SHIFTED.items() if shift.search(data)), "utf-8")
+
+
+def _encoding_in_browsers(declared: str) -> str:
+    """Return the encoding that browsers use for a declared one.
+
+    Raises:
+        LookupError: no markup that declares an encoding in ASCII can be in this one.
+    """
+    name = codecs.lookup(declared).name
+    encoding = _IN_BROWSERS.get(name, declared)
+    if name in _NOT_OF_FILES or "<".encode(encoding) != b"<":
+        raise LookupError(declared)
+    return encoding
 
 
 def _unicode_encoding(data: bytes) -> str | None:
