@@ -63,7 +63,7 @@ def decode(name: str, data: bytes) -> str:
         raise not_text(name, data)
     declared, encoding = _declared_encoding(data), _unicode_encoding(data)
     try:
-        encoding = encoding or _encoding_in_browsers(declared)
+        encoding = encoding or encoding_in_browsers(name, declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         if kind_of(data) is not None:  # compressed data without a NUL byte
@@ -74,11 +74,30 @@ def decode(name: str, data: bytes) -> str:
             "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
             "Russian, SHIFT_JIS Japanese) -t UTF-8",
         ) from error
+
+
+def encoding_in_browsers(name: str, declared: str) -> str:
+    """Return the encoding that browsers use for one that a file declares.
+
+    Args:
+        name: the name of the file, for error messages.
+        declared: the encoding that it declares.
+
+    Raises:
+        DocumentError: Python does not know the encoding, or no file that declares it in ASCII can
+            be in it.
+    """
+    try:
+        python_name = codecs.lookup(declared).name
+        encoding = _IN_BROWSERS.get(python_name, declared)
+        if python_name in _NOT_OF_FILES or "<".encode(encoding) != b"<":
+            raise LookupError(declared)
     except LookupError as error:
         raise refused(
             f"expected a known encoding of text, got {declared!r} declared in {name}",
             "Convert it to UTF-8",
         ) from error
+    return encoding
 
 
 def is_binary(data: bytes) -> bool:
@@ -106,19 +125,6 @@ def _declared_encoding(data: bytes) -> str:
     if begun[:1] == b"<" and (found := _DECLARED.search(begun)):
         return (found[1] or found[2]).decode("ascii", "replace")
     return next((name for name, shift in _SHIFTED.items() if shift.search(data)), "utf-8")
-
-
-def _encoding_in_browsers(declared: str) -> str:
-    """Return the encoding that browsers use for a declared one.
-
-    Raises:
-        LookupError: no markup that declares an encoding in ASCII can be in this one.
-    """
-    name = codecs.lookup(declared).name
-    encoding = _IN_BROWSERS.get(name, declared)
-    if name in _NOT_OF_FILES or "<".encode(encoding) != b"<":
-        raise LookupError(declared)
-    return encoding
 
 
 def _unicode_encoding(data: bytes) -> str | None:

@@ -54,7 +54,7 @@ _FORMS = {
 }
 """How `documents.read_document` reads files with these suffixes."""
 
-_ESCAPED = re.compile(r"\\\\|((?:\\u[0-9a-fA-F]{4})+)")
+_ESCAPED = re.compile(r"\\\\|((?:\\u[0-9a-fA-F]{4})++)")
 
 
 def _to_stderr(line: str) -> None:

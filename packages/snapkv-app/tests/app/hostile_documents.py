@@ -4,6 +4,7 @@ import io
 import json
 import zipfile
 import zlib
+from functools import partial
 
 GIGABYTE = 2**30
 ZEROS = b" " * 2**20
@@ -130,7 +131,9 @@ def pdf(*objects):
     return bytes(made)
 
 
-def pdf_of_pages(count, stream=b"<</Length 35>>stream\nBT /F1 12 Tf 20 200 Td (word) Tj ET\nendstream"):
+def pdf_of_pages(
+    count, stream=b"<</Length 35>>stream\nBT /F1 12 Tf 20 200 Td (word) Tj ET\nendstream"
+):
     """A PDF that refers to one page many times."""
     return pdf(
         b"<</Type /Catalog /Pages 2 0 R>>",
@@ -175,34 +178,45 @@ def notebook(output):
     return json.dumps({"nbformat": 4, "cells": [cell]}).encode()
 
 
+def declared(encoding):
+    """A page that declares an encoding, with letters that take long in some."""
+    return b'<meta charset="%s">word' % encoding.encode() + b"a-" + b"z9" * 1_000_000
+
+
+ENCODINGS = ("base64", "cp037", "hex", "idna", "punycode", "quopri", "rot13", "utf-7", "zip")
+"""Encodings of Python that no page is in."""
+
 FILES = {
-    "docx-bomb.docx": lambda: word(spaces(4 * GIGABYTE)),
+    "docx-bomb.docx": lambda: word(spaces(GIGABYTE)),
     "docx-paragraphs.docx": lambda: word(paragraphs(10_000_000)),
     "docx-entries.docx": lambda: word("", **{f"word/{n}.xml": "<a/>" for n in range(200_000)}),
     "docx-deep.docx": lambda: word("<w:p>" * 100_000 + "</w:p>" * 100_000),
-    "docx-entities.docx": lambda: archive(
-        {"word/document.xml": multiplied() + "<a>&e9;</a>"}
-    ),
-    "xlsx-bomb.xlsx": lambda: workbook(spaces(4 * GIGABYTE)),
+    "docx-entities.docx": lambda: archive({"word/document.xml": multiplied() + "<a>&e9;</a>"}),
+    "xlsx-bomb.xlsx": lambda: workbook(spaces(GIGABYTE)),
     "xlsx-rows.xlsx": lambda: workbook(
         b'<row><c t="inlineStr"><is><t>word</t></is></c></row>' * 10_000 for _ in range(1000)
     ),
-    "xlsx-corner.xlsx": lambda: workbook('<row r="1048576"><c r="XFD1048576"><v>1</v></c></row>'
+    "xlsx-corner.xlsx": lambda: workbook('<row r="1048576"><c r="XFD1048576"><v>1</v></c></row>'),
+    "xlsx-corners.xlsx": lambda: workbook(
+        '<row r="1"><c r="A1"><v>1</v></c></row>'
+        '<row r="1048576"><c r="XFD1048576"><v>1</v></c></row>'
     ),
-    "xlsx-corners.xlsx": lambda: workbook('<row r="1"><c r="A1"><v>1</v></c></row><row r="1048576"><c r="XFD1048576"><v>1</v></c></row>'
-    ),
-    "odt-bomb.odt": lambda: open_document("text", spaces(4 * GIGABYTE)),
+    "odt-bomb.odt": lambda: open_document("text", spaces(GIGABYTE)),
     "odt-entities.odt": lambda: open_document("text", "<text:p>&e9;</text:p>", multiplied()),
-    "odt-spaces.odt": lambda: open_document("text", '<text:p>word<text:s text:c="2000000000"/></text:p>'),
+    "odt-spaces.odt": lambda: open_document(
+        "text", '<text:p>word<text:s text:c="2000000000"/></text:p>'
+    ),
     "ods-columns.ods": lambda: open_document("spreadsheet", repeated(1_000_000, 1)),
     "ods-rows.ods": lambda: open_document("spreadsheet", repeated(1, 1_000_000)),
     "ods-both.ods": lambda: open_document("spreadsheet", repeated(1_000_000, 1_000_000)),
-    "epub-bomb.epub": lambda: epub(spaces(4 * GIGABYTE)),
+    "epub-bomb.epub": lambda: epub(spaces(GIGABYTE)),
     "epub-entities.epub": lambda: epub("a", multiplied() + "<a>&e9;</a>"),
-    "pdf-bomb.pdf": lambda: pdf_of_pages(1, deflated(spaces(4 * GIGABYTE))),
-    "pdf-bombs.pdf": lambda: pdf_of_pages(1, twice_deflated(16 * GIGABYTE)),
+    "pdf-bomb.pdf": lambda: pdf_of_pages(1, deflated(spaces(GIGABYTE))),
+    "pdf-bombs.pdf": lambda: pdf_of_pages(1, twice_deflated(4 * GIGABYTE)),
     "pdf-pages.pdf": lambda: pdf_of_pages(1_000_000),
-    "pdf-letters.pdf": lambda: pdf_of_pages(1, deflated([b"BT /F1 12 Tf ", *[b"(word) Tj " * 100_000] * 100, b" ET"])),
+    "pdf-letters.pdf": lambda: pdf_of_pages(
+        1, deflated([b"BT /F1 12 Tf ", *[b"(word) Tj " * 100_000] * 100, b" ET"])
+    ),
     "html-deep.html": lambda: b"<div>word" * 1_000_000,
     "html-tables.html": lambda: b"<table><tr><td>word" * 300_000,
     "html-attributes.html": lambda: b"<p " + b"a=1 " * 1_000_000 + b">word",
@@ -218,13 +232,14 @@ FILES = {
     "mail-deep.eml": lambda: nested_mail(20_000),
     "mail-headers.eml": lambda: b"To: " + b"a@b.example, " * 500_000 + b"\n\nword",
     "mail-words.eml": lambda: b"Subject: " + b"=?utf-8?q?a?= " * 500_000 + b"\n\nword",
-    "mail-punycode.eml": lambda: b"Content-Type: text/plain; charset=punycode\n\n" + b"a-" + b"z9" * 1_000_000,
-    "mail-idna.eml": lambda: b"Content-Type: text/plain; charset=idna\n\n" + b"xn--" + b"z9" * 1_000_000,
+    **{f"encoding-{name}.html": partial(declared, name) for name in ENCODINGS},
+    "mail-punycode.eml": lambda: (
+        b"Content-Type: text/plain; charset=punycode\n\n" + b"a-" + b"z9" * 1_000_000
+    ),
+    "mail-idna.eml": lambda: (
+        b"Content-Type: text/plain; charset=idna\n\n" + b"xn--" + b"z9" * 1_000_000
+    ),
     "book-output.ipynb": lambda: notebook("word " * 20_000_000),
     "nul.txt": lambda: b"word\0" * 10_000_000,
     "nul.html": lambda: b"<html>word\0" * 1_000_000,
 }
-
-
-def nul_files():
-    return {}
