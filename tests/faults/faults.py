@@ -204,6 +204,17 @@ _SEEDED = r"""
 -return "utf-16-be" if first else "utf-16-le"
 +return "utf-16-le" if first else "utf-16-be"
 
+= snapkv_app/hidden_text.py
+@ text that a style of Word hides is read | app/test_documents.py
+-own is None and names & hidden
++own is None and names & {"hidden"}
+@ a style that is based on a hidden one shows its text | app/test_documents.py
+-style = styles.get(parent(style))
++style = None
+@ a bomb is unpacked | app/test_documents.py
+-> _MOST_UNPACKED:
++< 0:
+
 = snapkv_app/cli/interrupts.py
 @ a command that is interrupted is never said to continue | cli/test_outputs.py
 -return any(f"{typed} ".startswith

@@ -87,7 +87,7 @@ def _rules(sheet: str) -> list[tuple[list[str], str, bool]]:
 
 # Files of Office programs.
 
-_TEXT_PARTS = re.compile(r"word/(?:[a-z]+\d*)\.xml|content\.xml|styles\.xml")
+_TEXT_PARTS = re.compile(r"(?:word/.+|content|styles)\.xml")
 _SHEETS_AND_SLIDES = re.compile(
     r"xl/(?:workbook|worksheets/.+)\.xml|ppt/slides/.+\.xml|content\.xml"
 )

@@ -189,7 +189,7 @@ ENCODINGS = ("base64", "cp037", "hex", "idna", "punycode", "quopri", "rot13", "u
 FILES = {
     "docx-bomb.docx": lambda: word(spaces(GIGABYTE)),
     "docx-paragraphs.docx": lambda: word(paragraphs(10_000_000)),
-    "docx-entries.docx": lambda: word("", **{f"word/{n}.xml": "<a/>" for n in range(200_000)}),
+    "docx-entries.docx": lambda: word("", **{f"word/{n}.xml": "<a/>" for n in range(20_000)}),
     "docx-deep.docx": lambda: word("<w:p>" * 100_000 + "</w:p>" * 100_000),
     "docx-entities.docx": lambda: archive({"word/document.xml": multiplied() + "<a>&e9;</a>"}),
     "xlsx-bomb.xlsx": lambda: workbook(spaces(GIGABYTE)),
@@ -212,9 +212,9 @@ FILES = {
     "epub-bomb.epub": lambda: epub(spaces(GIGABYTE)),
     "epub-entities.epub": lambda: epub("a", multiplied() + "<a>&e9;</a>"),
     "pdf-bomb.pdf": lambda: pdf_of_pages(1, deflated(spaces(GIGABYTE))),
-    "pdf-bombs.pdf": lambda: pdf_of_pages(1, twice_deflated(4 * GIGABYTE)),
+    "pdf-bomb-twice.pdf": lambda: pdf_of_pages(1, twice_deflated(GIGABYTE)),
     "pdf-pages.pdf": lambda: pdf_of_pages(1_000_000),
-    "pdf-letters.pdf": lambda: pdf_of_pages(
+    "pdf-bomb-letters.pdf": lambda: pdf_of_pages(
         1, deflated([b"BT /F1 12 Tf ", *[b"(word) Tj " * 100_000] * 100, b" ET"])
     ),
     "html-deep.html": lambda: b"<div>word" * 1_000_000,

@@ -499,6 +499,16 @@ def test_document_with_too_much_text_is_refused(tmp_path, monkeypatch):
         text_files.read([str(path)])
 
 
+@pytest.mark.parametrize("name", ["a.docx", "a.epub"])
+def test_archive_with_too_much_markup_is_refused(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("mimetype", "application/epub+zip" if name == "a.epub" else "")
+        archive.writestr("META-INF/container.xml", " " * (2**26 + 1))
+        archive.writestr("word/document.xml", " " * (2**26 + 1))
+    with pytest.raises(DocumentError, match="expected at most 64 MiB of markup, got more in"):
+        text_files.read([str(tmp_path / name)])
+
+
 @pytest.mark.parametrize("name", ["a.docx", "a.odt", "a.epub"])
 def test_xml_entities_that_multiply_are_refused(tmp_path, name):
     entities = "".join(f'<!ENTITY e{n + 1} "{f"&e{n};" * 10}">' for n in range(9))
