@@ -1,4 +1,4 @@
-"""The seeded faults: which text of the source becomes which, and which suites notice."""
+"""The seeded faults: which text of the source is replaced by which, and which suites notice it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,14 +7,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong line.
+    """A fault that replaces a text of the source.
 
     Attributes:
-        file: below the `src` of its package.
-        name: what is wrong.
-        old: text that stands once in the file.
-        new: what is put in its place.
-        suites: below the tests of its package; at least one of them must notice.
+        file: the path of the source file below the `src` of its package.
+        name: what is wrong then.
+        old: a text that occurs exactly once in the file.
+        new: the text that replaces it.
+        suites: the paths of suites below the tests of the package; at least one of them must
+            notice.
     """
 
     file: str
@@ -24,7 +25,7 @@ class Fault:
     suites: tuple[str, ...]
 
     def path_of(self, suite: str) -> Path:
-        """Where the suite is, from the root of the repository."""
+        """Return the path of a suite from the root of the repository."""
         package = Path(self.file).parts[0].replace("_", "-")
         return Path("packages", package, *_BELOW.get(package, ("tests",)), suite)
 
@@ -33,7 +34,9 @@ _BELOW = {"snapkv-vllm": ("tests", "serving")}
 
 
 def _read(patches: str) -> Iterator[Fault]:
-    """Read the faults: "= file", and for each of its faults "@ name | suites", -old and +new."""
+    """Parse faults that are written as text: "= file", and for each fault of this file "@ name |
+    suites", followed by the old lines with - and the new ones with + in front.
+    """
     for of_file in patches.split("\n= ")[1:]:
         file, *faults = of_file.split("\n@ ")
         for lines in (fault.splitlines() for fault in faults):
@@ -203,17 +206,6 @@ _SEEDED = r"""
 @ a text in UTF-16 without a mark is read in the other order of bytes | app/test_text_files.py
 -return "utf-16-be" if first else "utf-16-le"
 +return "utf-16-le" if first else "utf-16-be"
-
-= snapkv_app/hidden_text.py
-@ text that a style of Word hides is read | app/test_documents.py
--own is None and names & hidden
-+own is None and names & {"hidden"}
-@ a style that is based on a hidden one shows its text | app/test_documents.py
--style = styles.get(parent(style))
-+style = None
-@ a bomb is unpacked | app/test_documents.py
--> _MOST_UNPACKED:
-+< 0:
 
 = snapkv_app/cli/interrupts.py
 @ a command that is interrupted is never said to continue | cli/test_outputs.py
