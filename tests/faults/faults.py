@@ -1,4 +1,4 @@
-"""The seeded faults: which text of the source is replaced by which, and which suites notice it."""
+"""The seeded faults: which text of the source becomes which, and which suites notice."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,15 +7,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces a text of the source.
+    """One wrong line.
 
     Attributes:
-        file: the path of the source file below the `src` of its package.
-        name: what is wrong then.
-        old: a text that occurs exactly once in the file.
-        new: the text that replaces it.
-        suites: the paths of suites below the tests of the package; at least one of them must
-            notice.
+        file: below the `src` of its package.
+        name: what is wrong.
+        old: text that stands once in the file.
+        new: what is put in its place.
+        suites: below the tests of its package; at least one of them must notice.
     """
 
     file: str
@@ -25,7 +24,7 @@ class Fault:
     suites: tuple[str, ...]
 
     def path_of(self, suite: str) -> Path:
-        """Return the path of a suite from the root of the repository."""
+        """Where the suite is, from the root of the repository."""
         package = Path(self.file).parts[0].replace("_", "-")
         return Path("packages", package, *_BELOW.get(package, ("tests",)), suite)
 
@@ -34,9 +33,7 @@ _BELOW = {"snapkv-vllm": ("tests", "serving")}
 
 
 def _read(patches: str) -> Iterator[Fault]:
-    """Parse faults that are written as text: "= file", and for each fault of this file "@ name |
-    suites", followed by the old lines with - and the new ones with + in front.
-    """
+    """Read the faults: "= file", and for each of its faults "@ name | suites", -old and +new."""
     for of_file in patches.split("\n= ")[1:]:
         file, *faults = of_file.split("\n@ ")
         for lines in (fault.splitlines() for fault in faults):
