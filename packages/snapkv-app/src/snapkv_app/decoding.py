@@ -28,6 +28,12 @@ _IN_BROWSERS = {
 The Encoding Standard says so, because pages declare a part of the encoding that they are in.
 """
 
+_NOT_OF_FILES = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape", "utf-7")
+"""Python's text encodings that are for host names or literals, or that browsers refuse.
+
+Punycode and IDNA also take a time that grows with the square of the length.
+"""
+
 _DECLARED = re.compile(
     rb"""<\?xml[^>]{,200}?encoding\s*=\s*["']([\w.:-]+)|<meta[^>]{,400}?charset\s*=\s*["']?([\w.:-]+)""",
     re.IGNORECASE,
@@ -50,14 +56,14 @@ def decode(name: str, data: bytes) -> str:
         data: the content of the file.
 
     Raises:
-        DocumentError: `data` is binary or is not in that encoding, or Python does not know the
+        DocumentError: `data` is binary or is not in that encoding, or no text file is in that
             encoding.
     """
     if is_binary(data):
         raise not_text(name, data)
     declared, encoding = _declared_encoding(data), _unicode_encoding(data)
     try:
-        encoding = encoding or _IN_BROWSERS.get(codecs.lookup(declared).name, declared)
+        encoding = encoding or encoding_in_browsers(name, declared)
         return data.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         if kind_of(data) is not None:  # compressed data without a NUL byte
@@ -68,11 +74,30 @@ def decode(name: str, data: bytes) -> str:
             "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
             "Russian, SHIFT_JIS Japanese) -t UTF-8",
         ) from error
-    except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
+
+
+def encoding_in_browsers(name: str, declared: str) -> str:
+    """Return the encoding that browsers use for one that a file declares.
+
+    Args:
+        name: the name of the file, for error messages.
+        declared: the encoding that it declares.
+
+    Raises:
+        DocumentError: Python does not know the encoding, or no file that declares it in ASCII can
+            be in it.
+    """
+    try:
+        python_name = codecs.lookup(declared).name
+        encoding = _IN_BROWSERS.get(python_name, declared)
+        if python_name in _NOT_OF_FILES or "<".encode(encoding) != b"<":
+            raise LookupError(declared)
+    except LookupError as error:
         raise refused(
-            f"expected an encoding that Python knows, got {declared!r} declared in {name}",
+            f"expected a known encoding of text, got {declared!r} declared in {name}",
             "Convert it to UTF-8",
         ) from error
+    return encoding
 
 
 def is_binary(data: bytes) -> bool:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from snapkv.errors import DocumentError, SnapKVError
-from snapkv_app.decoding import decode, refused
+from snapkv_app.decoding import decode, encoding_in_browsers, refused
+from snapkv_app.hidden_text import remove_hidden_elements, remove_hidden_text, unpack
 
 _AGAIN = "Download or export it again"
 
@@ -47,11 +48,12 @@ def read_document(form: str, name: str, data: bytes) -> Reading:
     Raises:
         DocumentError: the document is damaged or encrypted, or is a PDF without text.
         ModuleNotFoundError: the library that reads this form is not installed.
+        MemoryError: the process may not take as much memory as the document needs.
     """
     reader = READERS.get(form)
     try:
         return reader(name, data) if reader else _read_office(name, data, form)
-    except (DocumentError, ModuleNotFoundError):
+    except (DocumentError, ModuleNotFoundError, MemoryError):
         raise
     except Exception as error:  # a damaged file makes the libraries raise whatever they trip over
         raise _damaged(name, error) from error
@@ -70,13 +72,7 @@ _CLOSED = re.compile(r"</html\s*>", re.IGNORECASE)
 _BLANK_LINES = re.compile(r"(?<![ \t])[ \t]*\n\s*\n")
 """Lines without letters; the spaces in front are looked at once, from their first on."""
 
-_NEVER_SHOWN = (
-    "//*[@hidden or self::template or self::noscript or self::datalist or self::annotation "
-    "or self::annotation-xml or re:test(@style, "
-    r"'display\s*:\s*none|visibility\s*:\s*(hidden|collapse)|"
-    r"(opacity|font-size)\s*:\s*0[^.\d]*(;|$)', 'i')]"
-)
-_REGULAR_EXPRESSIONS = {"re": "http://exslt.org/regular-expressions"}
+_STYLED = "its style sheet hides text, which is not read"
 _BLOCKS = (
     "caption center dd details dialog dl dt fieldset form head hr legend menu optgroup option "
     "search section summary table textarea title tr"
@@ -86,17 +82,16 @@ _BLOCKS = (
 
 def _read_html(name: str, data: bytes) -> Reading:
     markup = decode(name, data)
-    losses = []
+    text, losses = _shown_text(markup)
     if _OPENED.search(markup) and not _CLOSED.search(markup):
         losses.append("it begins with <html> and ends without </html>, so its end may be missing")
-    return Reading(_shown_text(markup), losses)
+    return Reading(text, losses)
 
 
-def _shown_text(markup: str) -> str:
+def _shown_text(markup: str) -> Reading:
     """Return the text of a web page that a browser would show.
 
-    Every block begins a line, and a tab ends every cell of a table. Style sheets are not read, so
-    text that only they hide is part of the result.
+    Every block begins a line, and a tab ends every cell of a table.
 
     Raises:
         ValueError: tags are nested more than 2,048 deep.
@@ -117,9 +112,7 @@ def _shown_text(markup: str) -> str:
     page = html.document_fromstring(f"<html>{markup}".encode(), parser=parser)
     if any(entry.level == etree.ErrorLevels.FATAL for entry in parser.error_log):
         raise ValueError("its tags are nested more than 2,048 deep")
-    find_hidden = etree.XPath(_NEVER_SHOWN, namespaces=_REGULAR_EXPRESSIONS)
-    for element in find_hidden(page):
-        element.drop_tree()
+    losses = [_STYLED] if remove_hidden_elements(page) else []
     # inscriptis would draw tables with spaces, as wide as their longest cell in every line.
     cells = CustomHtmlTagHandlerMapping(
         start_tag_mapping={**dict.fromkeys(("table", "tr", "td", "th")), "ol": _start_list},
@@ -128,7 +121,7 @@ def _shown_text(markup: str) -> str:
     blocks = dict.fromkeys(_BLOCKS.split(), HtmlElement(display=Display.block))
     config = ParserConfig(css=STRICT_CSS_PROFILE | blocks, custom_html_tag_handler_mapping=cells)
     text = Inscriptis(page, config).get_text()
-    return _BLANK_LINES.sub("\n\n", text.replace("\t\n", "\n")).strip()
+    return Reading(_BLANK_LINES.sub("\n\n", text.replace("\t\n", "\n")).strip(), losses)
 
 
 def _start_list(state: Any, attributes: Any) -> None:
@@ -142,6 +135,7 @@ def _end_cell(state: Any) -> None:
 
 # PDF.
 
+_MOST_PAGES = 50_000
 _OCR = "run it through OCR, for instance ocrmypdf"
 
 
@@ -149,8 +143,8 @@ def _read_pdf(name: str, data: bytes) -> Reading:
     """Read the text of a PDF and of its filled-in forms, with an empty line between two pages.
 
     Raises:
-        DocumentError: the PDF is encrypted, or has no text, or its fonts do not say which letters
-            most of its text consists of.
+        DocumentError: the PDF is encrypted, has too many pages or no text, or its fonts do not say
+            which letters most of its text consists of.
     """
     import pypdfium2
     from pypdfium2 import raw
@@ -165,6 +159,11 @@ def _read_pdf(name: str, data: bytes) -> Reading:
                 f"Decrypt it, for instance with {command}",
             ) from error
         raise
+    if len(pdf) > _MOST_PAGES:
+        raise refused(
+            f"expected at most {_MOST_PAGES:,} pages, got {len(pdf):,} in {name}",
+            "Pass a part of it, for instance with qpdf",
+        )
     pdf.init_forms()
     pages = [_read_page(pdf, number) for number in range(len(pdf))]
     counts = sum((counts for _, counts in pages), Counter[str]())
@@ -244,23 +243,47 @@ def _is_table_found(data: bytes) -> bool:
 
 # E-mails and saved web pages.
 
+_MOST_MULTIPARTS = 100
+"""Python compares every line of an e-mail with the ends of all parts around it."""
+
+_MOST_OF_FIELD = 2**16
+"""The most characters of a field; the time for reading one grows with the square of its length."""
+
+_PRINT = "Export it as text or PDF"
+
 
 def _read_mail(name: str, data: bytes) -> Reading:
-    """Read the head and the body of an e-mail, or a saved web page, which has the same format."""
+    """Read the head and the body of an e-mail, or a saved web page, which has the same format.
+
+    Raises:
+        DocumentError: it has more parts in each other, or a longer field, than Python reads in a
+            few seconds, or its text is in an encoding that no text is in.
+    """
     import email.policy
 
+    if data.lower().count(b"boundary=") > _MOST_MULTIPARTS:
+        raise refused(f"expected at most {_MOST_MULTIPARTS} multiparts, got more in {name}", _PRINT)
     message = email.message_from_bytes(data, policy=email.policy.default)
+    fields = (len(value) for part in message.walk() for _, value in part.raw_items())
+    if max(fields, default=0) > _MOST_OF_FIELD:
+        raise refused(
+            f"expected fields of at most {_MOST_OF_FIELD:,} characters, got more in {name}", _PRINT
+        )
     head = [
         f"{key}: {message[key]}" for key in ("Subject", "From", "To", "Cc", "Date") if message[key]
     ]
     body = message.get_body(("html", "plain"))
-    text = body.get_content() if body else ""
-    if body and body.get_content_subtype() == "html":
-        text = _shown_text(text)
+    text, losses = "", list[str]()
+    if body:
+        encoding_in_browsers(name, body.get_content_charset("ascii"))  # raises for others
+        text = body.get_content()
+        if body.get_content_subtype() == "html":
+            text, losses = _shown_text(text)
     is_page = message.get_content_type() == "multipart/related"  # its parts are pictures and styles
     others = () if is_page else message.iter_attachments()
     names = ", ".join(part.get_filename() or part.get_content_type() for part in others)
-    losses = [f"it has attachments, which are not read ({names})"] if names else []
+    if names:
+        losses.append(f"it has attachments, which are not read ({names})")
     return Reading("\n".join(head) + "\n\n" + text, losses)
 
 
@@ -296,7 +319,7 @@ def _parts_of(cell: dict[str, Any]) -> Iterator[str | list[str]]:
         yield (
             output.get("text")
             or shown.get("text/markdown")
-            or (page and _shown_text(page))
+            or (page and _shown_text(page).text)
             or shown.get("text/plain", raised)
         )
 
@@ -313,16 +336,16 @@ def _read_epub(name: str, data: bytes) -> Reading:
     from lxml import etree
 
     with zipfile.ZipFile(BytesIO(data)) as book:
-        container = etree.fromstring(book.read("META-INF/container.xml"))
-        (place, *_) = container.xpath("//@full-path")
-        package = etree.fromstring(book.read(place))
+        (begin,) = unpack(name, book, ["META-INF/container.xml"])
+        (place, *_) = etree.fromstring(begin).xpath("//@full-path")
+        package = etree.fromstring(*unpack(name, book, [place]))
         files = {item.get("id"): item.get("href") for item in package.iter("{*}item")}
-        texts = []
-        for chapter in package.iter("{*}itemref"):
-            path = posixpath.join(posixpath.dirname(place), unquote(files[chapter.get("idref")]))
-            page = book.read(posixpath.normpath(path))
-            texts.append(_shown_text(decode(name, page)))
-    return Reading("\n\n".join(texts), [])
+        folder = posixpath.dirname(place)
+        chapters = (files[chapter.get("idref")] for chapter in package.iter("{*}itemref"))
+        paths = [posixpath.normpath(posixpath.join(folder, unquote(each))) for each in chapters]
+        pages = [_shown_text(decode(name, page)) for page in unpack(name, book, paths)]
+    losses = {loss: None for page in pages for loss in page.losses}
+    return Reading("\n\n".join(page.text for page in pages), [*losses])
 
 
 # Files of Office programs.
@@ -342,6 +365,7 @@ def _read_office(name: str, data: bytes, mime: str) -> Reading:
 
     import xberg
 
+    data, hidden = remove_hidden_text(name, data)
     config = xberg.ExtractionConfig(
         use_cache=False,
         disable_ocr=True,
@@ -351,19 +375,8 @@ def _read_office(name: str, data: bytes, mime: str) -> Reading:
     )
     source = xberg.ExtractInput(kind="bytes", bytes=data, mime_type=mime)
     (result,) = asyncio.run(xberg.extract(source, config)).results
-    losses = [warning.message for warning in result.processing_warnings]
-    if _hides_text(data):
-        losses.append("it has hidden text, which was read with the rest")
+    losses = [warning.message for warning in result.processing_warnings] + hidden
     return Reading("\n".join(_lines_of(result.document.nodes)), losses)
-
-
-def _hides_text(data: bytes) -> bool:
-    """Return whether a document is a Word document with hidden text."""
-    if not zipfile.is_zipfile(BytesIO(data)):
-        return False
-    with zipfile.ZipFile(BytesIO(data)) as archive:
-        place = "word/document.xml"
-        return place in archive.namelist() and b"<w:vanish/>" in archive.read(place)
 
 
 def _lines_of(nodes: Sequence[Any]) -> Iterator[str]:

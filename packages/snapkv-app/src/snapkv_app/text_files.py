@@ -54,7 +54,7 @@ _FORMS = {
 }
 """How `documents.read_document` reads files with these suffixes."""
 
-_ESCAPED = re.compile(r"\\\\|((?:\\u[0-9a-fA-F]{4})+)")
+_ESCAPED = re.compile(r"\\\\|((?:\\u[0-9a-fA-F]{4})++)")
 
 
 def _to_stderr(line: str) -> None:
@@ -266,7 +266,7 @@ class _Files:
         if path is not None and path.suffix.lower() in (".json", ".jsonl"):
             text = _ESCAPED.sub(_unescaped, text)
         if not text.strip():
-            problem = f"expected text, got nothing in {name}"
+            problem = "; ".join([f"expected text, got nothing in {name}", *losses])
             raise refused(problem, "Pass a file with text")
         if losses:
             self.notices[f"partly read: {name}"] = "; ".join(losses)
