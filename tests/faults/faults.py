@@ -635,7 +635,7 @@ _SEEDED = r"""
 +decay * decay * last)
 
 = snapkv/ops/votes/top_k.py
-@ of equal votes the higher position wins | policies/test_selection_contract.py ops
+@ of equal votes the higher position wins | ops
 -(tied.cumsum(dim=-1) <= room)
 +(tied.flip(-1).cumsum(dim=-1).flip(-1) <= room)
 @ of equal votes the higher position wins, where rows keep different numbers |
