@@ -468,7 +468,7 @@ def answers_together(
     if settings.temperature:
         raise wrong(
             "temperature",
-            f"expected 0 for answers in a batch, got {settings.temperature}",
+            f"expected 0 for answers in a batch, but got {settings.temperature}",
             "Ask the prompts one by one",
         )
     require_one_reading(policy, "Ask the prompts one by one, with the question hidden from it")

@@ -204,7 +204,7 @@ class Conversation:
         if not what.isdecimal() or not what.isascii() or len(what) > 9:
             raise wrong(
                 "drop",
-                f"expected thinking, document or the number of a turn, got {what!r:.60}",
+                f"expected thinking, document or the number of a turn, but got {what!r:.60}",
                 "For example, type /drop 1",
             )
         return [part.span for part in turn(self._parts, int(what))]
@@ -279,7 +279,7 @@ class Conversation:
         if recall == NO_RECALL and cache.options["turns"] == "recall":
             raise wrong(
                 "recall",
-                "the conversation was saved with recall, so expected 'host', a folder or None, got "
+                "the conversation was saved with recall, so expected 'host', a folder or None, but got "
                 f"{recall!r}",
                 "Leave it out",
                 CacheMismatchError,

@@ -102,7 +102,7 @@ def _require_gguf(path: Path) -> None:
     if magic != _MAGIC:
         raise wrong(
             "model",
-            f"expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}",
+            f"expected a file that begins with {_MAGIC!r}, but got {magic!r} in {path}",
             "Download it again, because it is not a GGUF file",
         )
 
@@ -132,7 +132,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise wrong(
             "model",
             "expected a complete GGUF file of a decoder-only architecture that transformers can "
-            f"read, got {path}: {first_line(error)}",
+            f"read, but got {path}: {first_line(error)}",
             "Download it again, or use the original model instead",
         ) from error
     # The loader notes that the weights came out of a quantised file, and `save_pretrained` then

@@ -60,7 +60,7 @@ def read_document(form: str, name: str, data: bytes) -> Reading:
 def _damaged(name: str, error: Exception) -> SnapKVError:
     """Build the `DocumentError` for a document at which a library has failed with `error`."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return refused(f"expected a complete document, got {name}: {reason}", _AGAIN)
+    return refused(f"expected a complete document, but got {name}: {reason}", _AGAIN)
 
 
 # HTML.
@@ -161,7 +161,7 @@ def _read_pdf(name: str, data: bytes) -> Reading:
         if error.err_code == raw.FPDF_ERR_PASSWORD:
             command = f"qpdf --decrypt --password=PASSWORD {shlex.quote(name)} open.pdf"
             raise refused(
-                f"expected a PDF without a password, got the encrypted {name}",
+                f"expected a PDF without a password, but got the encrypted {name}",
                 f"Decrypt it, for instance with {command}",
             ) from error
         raise
@@ -214,7 +214,7 @@ def _pdf_without_text(name: str, pages: int, counts: Counter[str]) -> SnapKVErro
         problem, remedy = "no pages that can be read", _AGAIN
     else:
         problem, remedy = f"{pages:,} blank pages", f"{_AGAIN}, or pass another file"
-    return refused(f"expected a PDF with text, got {name} with {problem}", remedy)
+    return refused(f"expected a PDF with text, but got {name} with {problem}", remedy)
 
 
 def _losses_of_pdf(data: bytes, pages: int, counts: Counter[str]) -> Iterator[str]:
@@ -279,7 +279,7 @@ def _read_notebook(name: str, data: bytes) -> Reading:
         parts = ["".join(part) for cell in cells for part in _parts_of(cell)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise refused(
-            f"expected a Jupyter notebook in format 4, got {name}",
+            f"expected a Jupyter notebook in format 4, but got {name}",
             f"Export it with jupyter nbconvert --to markdown {shlex.quote(name)}",
         ) from error
     return Reading("\n\n".join(part.strip("\n") for part in parts if part.strip()), [])

@@ -47,7 +47,7 @@ class ModelPlace:
 
 def not_found(got: str, remedy: str, expected: str = _ANY, argument: str = "model") -> SnapKVError:
     """Build the `ModelNotFoundError` for a name without a model, as `wrong` does."""
-    return wrong(argument, f"expected {expected}, got {got}", remedy, ModelNotFoundError)
+    return wrong(argument, f"expected {expected}, but got {got}", remedy, ModelNotFoundError)
 
 
 def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model") -> Path | None:
@@ -141,7 +141,7 @@ def hub_options(
     if revision and not source.on_hub:
         raise wrong(
             "revision",
-            f"only models of the hub have revisions, got {revision!r} with files of this machine",
+            f"only models of the hub have revisions, but got {revision!r} with files of this machine",
             "Leave it out",
         )
     if not source.on_hub or _is_reachable(name, revision):

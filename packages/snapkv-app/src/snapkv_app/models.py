@@ -175,7 +175,7 @@ def chosen_device(name: str) -> torch.device:
         raise wrong(
             "device",
             f"expected auto, cpu or a device that torch {torch.__version__} has on this machine, "
-            f"such as cuda:0, got {name!r}",
+            f"such as cuda:0, but got {name!r}",
             "Pass auto",
         ) from error
     return torch.device(name)
@@ -219,7 +219,7 @@ def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -
     if config.is_encoder_decoder:
         raise wrong(
             "model",
-            f"expected a decoder-only model, got the encoder-decoder {config.model_type}, whose "
+            f"expected a decoder-only model, but got the encoder-decoder {config.model_type}, whose "
             "prompt is not stored in a key-value cache",
             "Choose a decoder-only model",
             UnsupportedModelError,
@@ -250,7 +250,7 @@ def _explained(name: str) -> Iterator[None]:
     except SafetensorError as error:
         raise wrong(
             "model",
-            f"expected complete safetensors files in {name!r}, got {first_line(error)}",
+            f"expected complete safetensors files in {name!r}, but got {first_line(error)}",
             "Download the model again",
         ) from error
     except OSError as error:
@@ -259,6 +259,6 @@ def _explained(name: str) -> Iterator[None]:
     except (ImportError, ValueError, KeyError) as error:
         kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError
         raise kind(
-            f"model: expected a causal language model that transformers can load here, got "
+            f"model: expected a causal language model that transformers can load here, but got "
             f"{name!r}: {first_line(error)}"
         ) from error

@@ -169,7 +169,7 @@ class RecordedPrompt:
         if wanted > recorded:
             raise wrong(
                 "policy",
-                f"expected {wanted} recorded queries for {policy!r}, got {recorded}",
+                f"expected {wanted} recorded queries for {policy!r}, but got {recorded}",
                 "Record more queries",
             )
         return states.queries[:, :, recorded - wanted :]

@@ -110,7 +110,7 @@ def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
     if not 1 <= number <= len(questions):
         raise wrong(
             "drop",
-            f"expected the number of one of the {len(questions)} turns so far, got {number}",
+            f"expected the number of one of the {len(questions)} turns so far, but got {number}",
             "Count the turns from 1",
         )
     begin, stop = questions[number - 1], [*questions, len(parts)][number]

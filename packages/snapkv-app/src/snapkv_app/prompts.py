@@ -126,7 +126,7 @@ class Prompt:
         if not getattr(tokenizer, "is_fast", False):
             raise wrong(
                 argument,
-                "expected a tokenizer that reports the offsets of its tokens, got "
+                "expected a tokenizer that reports the offsets of its tokens, but got "
                 f"{type(tokenizer).__name__}",
                 remedy,
             )
@@ -167,7 +167,7 @@ def require_unicode(argument: str, text: str) -> None:
     if surrogate := re.search(r"[\ud800-\udfff]", text):
         raise wrong(
             argument,
-            f"expected Unicode text, got {text[surrogate.start() :][:40]!r}, which begins with a "
+            f"expected Unicode text, but got {text[surrogate.start() :][:40]!r}, which begins with a "
             "byte that is not UTF-8",
             "Encode it in UTF-8",
         )
@@ -182,7 +182,7 @@ def require_question(question: str) -> None:
     if not question.strip():
         raise wrong(
             "question",
-            "expected a question, got an empty text",
+            "expected a question, but got an empty text",
             "Write a question",
         )
     require_unicode("question", question)

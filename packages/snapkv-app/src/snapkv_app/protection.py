@@ -38,7 +38,7 @@ class Protection:
         if not all(text.strip() for text in self.texts):
             raise wrong(
                 "protect",
-                "expected a text of the prompt, got an empty one",
+                "expected a text of the prompt, but got an empty one",
                 "Copy some text of the prompt",
             )
 

@@ -33,7 +33,7 @@ class GenerationSettings:
         if self.min_new_tokens > self.max_new_tokens:
             raise wrong(
                 "min_new_tokens",
-                f"expected at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}",
+                f"expected at most max_new_tokens={self.max_new_tokens}, but got {self.min_new_tokens}",
                 "Pass a smaller number",
             )
         if "" in self.stop_strings:
@@ -46,7 +46,7 @@ class GenerationSettings:
         if self.temperature != 0 and not drawn:
             raise wrong(
                 "temperature",
-                f"expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
+                f"expected 0, or a finite number of at least {MIN_TEMPERATURE}, but got "
                 f"{self.temperature}",
                 "Pass 0 for greedy decoding, or 1 to sample",
             )

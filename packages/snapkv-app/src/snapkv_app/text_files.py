@@ -91,11 +91,11 @@ def read(
     """
     if not sources:
         raise wrong(
-            "files", "expected at least one file, got none", "Pass a file or -", DocumentError
+            "files", "expected at least one file, but got none", "Pass a file or -", DocumentError
         )
     if list(sources).count(STDIN) > 1:
         raise wrong(
-            "files", "expected - at most one time, got it again", "Pass - one time", DocumentError
+            "files", "expected - at most one time, but got it again", "Pass - one time", DocumentError
         )
     files = _Files(without)
     found = [document for source in sources for document in files.read(source)]
@@ -151,10 +151,10 @@ class _Files:
         if source == STDIN:
             return [self._parsed(None, self._content(sys.stdin.buffer, None))]
         if not source:
-            raise refused("expected a file or folder, got an empty name", "Pass a path or -")
+            raise refused("expected a file or folder, but got an empty name", "Pass a path or -")
         if "://" in source and not os.path.lexists(source):
             raise refused(
-                f"expected a file or folder, got the address {source!r}, which is not fetched",
+                f"expected a file or folder, but got the address {source!r}, which is not fetched",
                 "Download it and pass the file",
             )
         path = Path(source)
@@ -259,7 +259,7 @@ class _Files:
         if path is not None and path.suffix.lower() in (".json", ".jsonl"):
             text = _ESCAPED.sub(_unescaped, text)
         if not text.strip():
-            problem = f"expected text, got nothing in {name}"
+            problem = f"expected text, but got nothing in {name}"
             raise refused(problem, "Pass a file with text")
         if losses:
             self.notices[f"partly read: {name}"] = "; ".join(losses)
@@ -298,13 +298,13 @@ def _too_much(path: Path | None) -> SnapKVError:
     most, largest = format_bytes(_MOST_BYTES), format_bytes(_MOST_DOCUMENT_BYTES)
     bounds = f"expected at most {most} of text, and documents of at most {largest}"
     remedy = "Pass less, for instance a part that split -C 32M makes"
-    return wrong("file", f"{bounds}, got more with {_name_of(path)}", remedy, _TooMuchError)
+    return wrong("file", f"{bounds}, but got more with {_name_of(path)}", remedy, _TooMuchError)
 
 
 def _unreadable(error: OSError, name: str) -> SnapKVError:
     """Build the `DocumentError` for a file that the system cannot read."""
     place = printable(str(error.filename or name))
-    problem = f"expected a readable file, got {place}: {error.strerror}"
+    problem = f"expected a readable file, but got {place}: {error.strerror}"
     return refused(problem, "Pass one that can be read")
 
 
@@ -317,12 +317,12 @@ def _require_file(path: Path) -> None:
     if path.is_file() or path.is_fifo():
         return
     if path.exists():
-        problem = f"expected a regular file or folder, got the device {path}"
+        problem = f"expected a regular file or folder, but got the device {path}"
         raise refused(problem, "Pass a file, or - for standard input")
     names = os.listdir(path.parent) if path.parent.is_dir() else ()
     got = f"{printable(str(path))}{link_fault(path)}"
     remedy = nearest(path.name, names, where_to_look(path))
-    raise refused(f"expected an existing file or folder, got {got}", remedy)
+    raise refused(f"expected an existing file or folder, but got {got}", remedy)
 
 
 def where_to_look(path: Path) -> str:

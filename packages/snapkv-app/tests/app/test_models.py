@@ -297,7 +297,7 @@ UNLOADABLE = {
         "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32). Fetch the file again",
     ),
     "t5": (only_config(T5Config()), UnsupportedModelError, "the encoder-decoder t5"),
-    "mamba": (only_config(MambaConfig()), UnsupportedModelError, "full attention, got Mamba"),
+    "mamba": (only_config(MambaConfig()), UnsupportedModelError, "full attention, but got Mamba"),
     "clip": (only_config(AutoConfig.for_model("clip")), UnsupportedModelError, "causal language"),
     "broken": (broken_safetensors, InvalidArgumentError, "complete safetensors files"),
     "more layers": (

@@ -272,7 +272,7 @@ def misspelt(folder):
         (bad_file("old.ipynb", b'{"worksheets": []}'), "a Jupyter notebook in format 4"),
         (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "Export it with jupyter"),
         (empty_folder, "expected a folder with text files"),
-        (unreadable_folder, "or cannot be read (4 of them: expected text, got nothing in"),
+        (unreadable_folder, "or cannot be read (4 of them: expected text, but got nothing in"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, make, message):
@@ -340,7 +340,7 @@ def test_binary_file_is_refused_with_its_kind(tmp_path, monkeypatch, kind, name)
     for source, shown in ((str(path), path), ("-", "standard input")):
         with pytest.raises(DocumentError) as error:
             text_files.read([source])
-        assert f"file: expected text, got {kind} in {shown}. " in str(error.value)
+        assert f"file: expected text, but got {kind} in {shown}. " in str(error.value)
     with pytest.raises(DocumentError) as error:
         text_files.read([str(path)])
     assert kind != "a gzip file" or f"with gunzip --keep {shlex.quote(str(path))}, and" in str(
@@ -376,7 +376,7 @@ def test_text_in_an_old_encoding_is_refused_with_a_command(tmp_path, text, encod
     [
         (
             b"word ",
-            "at most 1.0 KiB of text, and documents of at most 512.0 MiB, got more with {name}. "
+            "at most 1.0 KiB of text, and documents of at most 512.0 MiB, but got more with {name}. "
             "Pass less",
         ),
         (b"word\0", "got binary data"),

@@ -326,7 +326,7 @@ def test_prefill_with_parameters_is_parsed(text, expected):
     ("text", "message"),
     [
         ("layer-by-leyer", "Did you mean layer-by-layer"),
-        ("selective", "prefill: expected one of exact, layer-by-layer, got 'selective'"),
+        ("selective", "prefill: expected one of exact, layer-by-layer, but got 'selective'"),
         ("", "prefill: expected one of exact"),
         ("exact:layer=3", "expected exact with no parameters"),
         ("layer-by-layer:chunk_token=3", "Did you mean chunk_tokens"),

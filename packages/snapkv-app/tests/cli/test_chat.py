@@ -74,7 +74,7 @@ def test_error_ends_the_turn_and_not_the_conversation(chat, tmp_path):
     assert "command: expected one of /stats" in unknown
     assert "Did you mean /save" in unknown
     assert "path: expected the name of a file" in unnamed
-    assert "got no file at" in missing
+    assert "there is no file with the name" in missing
     assert missing.endswith("Save one with /save FILE.")
     assert f"got a folder at {str(tmp_path)!r}. Save one" in folder
     assert known.startswith("/stats")
@@ -96,7 +96,7 @@ def test_invalid_text_ends_only_its_turn(snapkv, tiny_only, document, monkeypatc
     done = snapkv("chat", document, *SMALL)
     assert done.status == 1
     assert done.out.strip()
-    assert done.err.startswith("snapkv: error: question: expected Unicode text, got '\\udcff?'")
+    assert done.err.startswith("snapkv: error: question: expected Unicode text, but got '\\udcff?'")
     assert done.err.count("\n") == 1
 
 

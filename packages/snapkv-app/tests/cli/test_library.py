@@ -78,7 +78,7 @@ def test_unreadable_files_are_named_and_the_others_are_added(snapkv, tiny_only, 
     (here / "empty.txt").write_text("")
     done = snapkv("library", "add", "empty.txt", "papers", "absent.txt", "--to", "lib")
     assert done.status == 1
-    assert "not read: empty.txt: file: expected text, got nothing" in done.err
+    assert "not read: empty.txt: file: expected text, but got nothing" in done.err
     assert "not read: absent.txt: file: expected an existing file" in done.err
     assert "not read: papers/long.txt: document: 'papers/long.txt' and the prefix" in done.err
     assert done.out.count("failed") == 3

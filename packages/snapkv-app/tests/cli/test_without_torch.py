@@ -97,8 +97,8 @@ BAD_METHODS = (
     "--policy adakv --budget 64 --set budget=128",
 )
 NO_NUMBER = (
-    "expected a whole number such as 4096, 4k or 1.5k, got 'many'",
-    f"a share such as 12%, bytes such as 64MiB, or {AUTO}, got 'many'",
+    "expected a whole number such as 4096, 4k or 1.5k, but got 'many'",
+    f"a share such as 12%, bytes such as 64MiB, or {AUTO}, but got 'many'",
 )
 
 

@@ -316,7 +316,7 @@ def test_invalid_path_is_refused_by_its_argument(path, tiny):
         ("path", lambda given: CompressedCache.load(given, tiny.model)),
         ("path", CompressedCache(tiny.model).save),
     ):
-        with pytest.raises(InvalidTypeError, match=f"{name}: expected a path, got {path!r}"):
+        with pytest.raises(InvalidTypeError, match=f"{name}: expected a path, but got {path!r}"):
             opened(path)
         with pytest.raises(InvalidArgumentError, match=f"{name}: expected a path without NUL"):
             opened("a\0b")
@@ -347,7 +347,7 @@ def test_invalid_documents_and_names_are_refused(library, tiny):
     for documents in ({"lease": "Rent is due in May."}, "Rent is due", [("a", "b", "c")]):
         with pytest.raises(InvalidTypeError, match="documents: expected a Text or a pair of a"):
             library.add(tiny.model, tiny.tokenizer, documents)
-    with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
+    with pytest.raises(InvalidTypeError, match="model: expected a PreTrainedModel of transformers"):
         library.add(tiny, tiny.tokenizer, [("a", "Of some length.")])
     library.add(tiny.model, tiny.tokenizer, [("a", "Of some length.")])
     with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'\. Pass \['a'\]"):
@@ -360,7 +360,7 @@ def test_empty_texts_and_repeated_names_are_refused(library, tiny):
     with pytest.raises(ValueError, match="two different texts have the name 'x'"):
         library.add(tiny.model, tiny.tokenizer, [("x", "a"), ("x", "b")])
     with pytest.raises(
-        ValueError, match=r"text: expected Unicode text, got half of a character, '\\ud800'"
+        ValueError, match=r"text: expected Unicode text, but got half of a character, '\\ud800'"
     ):
         library.add(tiny.model, tiny.tokenizer, [("x", "a\ud800")])
     for what in ("read", "skipped"):  # a name stays on its line

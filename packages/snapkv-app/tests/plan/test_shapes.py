@@ -195,7 +195,7 @@ def test_card_with_several_memory_sizes_needs_one_of_them(card):
     with pytest.raises(InvalidArgumentError, match=f"expected {card}-{sizes[0]}GB"):
         card_bytes(f"{card}-1GB")
     if len(sizes) > 1 and card != "H100":
-        with pytest.raises(InvalidArgumentError, match=f"{card}-{sizes[1]}GB, got '{card}'"):
+        with pytest.raises(InvalidArgumentError, match=f"{card}-{sizes[1]}GB, but got '{card}'"):
             card_bytes(card)
 
 

@@ -135,7 +135,7 @@ def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ())
         raise wrong(
             "results",
             f"expected a JSON object{' with ' if names else ''}{', '.join(names)} in {path}, line "
-            f"{number}, got {line[:40].decode(errors='replace')!r}",
+            f"{number}, but got {line[:40].decode(errors='replace')!r}",
             f"Choose another folder{', or delete that line' if names else ''}",
         )
     return row

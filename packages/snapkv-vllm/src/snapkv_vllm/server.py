@@ -100,7 +100,7 @@ def _plugin_arguments(settings: ServingSettings, options: Mapping[str, Any]) -> 
 
     for option in ("worker_cls", "scheduler_cls"):
         if options.get(option) not in (None, "auto"):
-            problem = f"this option is set by snapkv and cannot be changed, got {options[option]!r}"
+            problem = f"this option is set by snapkv and cannot be changed, but got {options[option]!r}"
             raise wrong(option, problem, "Remove this option")
     return {
         "worker_cls": "snapkv_vllm.worker.CompressingWorker",

@@ -142,7 +142,7 @@ def test_too_many_names_are_refused_before_any_name_is_checked(body, place, monk
     looked_at = []
     for module in ("admission.names", "front.bodies"):
         monkeypatch.setattr(f"snapkv_vllm.{module}.correct_name", looked_at.append)
-    said = f"^{place}: expected at most 1,000 names in the object, got 1,001. Leave out"
+    said = f"^{place}: expected at most 1,000 names in the object, but got 1,001. Leave out"
     with pytest.raises(InvalidArgumentError, match=said):
         require_settings(body, SETTINGS)
     assert len(looked_at) <= 100  # fields of an ordinary body around them

@@ -257,7 +257,7 @@ def test_budget_in_bytes_is_refused_with_the_command_that_gives_tokens(budget, t
     with pytest.raises(InvalidArgumentError) as error:
         ServingSettings(budget=budget)
     assert str(error.value) == (
-        f"budget: this must be a number of tokens on a server, got '{budget}'. "
+        f"budget: this must be a number of tokens on a server, but got '{budget}'. "
         f"Use the number that {said}"
     )
     with pytest.raises(InvalidArgumentError, match=r"^snapkv_budget: this must be a number of"):

@@ -73,7 +73,7 @@ def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
         (said((5, 9, "compress")), "budget: expected a value"),
         (said((5, 9, "drop"), budget=3), "have a budget, not those to drop"),
         (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
-        ([{"role": "tool", "do": "drop"}], "the fields start, end, do, budget, got .role."),
+        ([{"role": "tool", "do": "drop"}], "the fields start, end, do, budget, but got .role."),
         (said(*((n, n + 2, "compress") for n in range(0, 40, 4)), budget=1), "at most 8 spans of"),
     ],
 )

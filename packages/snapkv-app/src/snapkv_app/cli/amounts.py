@@ -39,7 +39,7 @@ def count(name: str, text: str, before: str | None = None) -> int:
             return int(whole) * (-1 if sign else 1)
     raise wrong(
         name,
-        f"expected a whole number such as 4096, 4k or 1.5k, got {text!r}",
+        f"expected a whole number such as 4096, 4k or 1.5k, but got {text!r}",
         f"For example, use {before or f'{_option(name)} '}4k",
     )
 
@@ -65,7 +65,7 @@ def integers(name: str, text: str) -> tuple[int, ...]:
         return counts(name, text)
     raise wrong(
         name,
-        f"expected whole numbers with commas between them, got {text!r}",
+        f"expected whole numbers with commas between them, but got {text!r}",
         f"For example, use {_option(name)} 1024,4k",
     )
 
@@ -84,7 +84,7 @@ def kernel(text: str) -> int | tuple[int, int]:
     if found is None:
         raise wrong(
             "kernel_size",
-            f"expected a width such as 7, or positions before and after such as 0+12, got {text!r}",
+            f"expected a width such as 7, or positions before and after such as 0+12, but got {text!r}",
             "For example, use --kernel-size 0+12",
         )
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
@@ -116,7 +116,7 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
         raise wrong(
             "budget",
             "expected tokens such as 4096 or 4k, a share such as 12%, bytes such as 64MiB, or "
-            f"{AUTO}, got {text!r}",
+            f"{AUTO}, but got {text!r}",
             "For example, use --budget 4k, or --policy full to keep everything",
         ) from None
     if least is not None:
@@ -138,7 +138,7 @@ def _auto_parameter(text: str) -> tuple[str, int | float]:
         return name, float(value)
     raise wrong(
         "budget",
-        f"expected auto with lost_vote, least or most, got {text.strip()!r}",
+        f"expected auto with lost_vote, least or most, but got {text.strip()!r}",
         "For example, use --budget auto:lost_vote=0.001,most=4k",
     )
 
@@ -153,7 +153,7 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
         return tuple(token_budget(part) for part in parts)
     raise wrong(
         "budget",
-        f"expected budgets with commas between them, got {text!r}",
+        f"expected budgets with commas between them, but got {text!r}",
         "For example, use --budget 1024,4k, --budget auto or --budget 12%,64MiB",
     )
 
@@ -173,7 +173,7 @@ def storage_bits(text: str) -> tuple[str, ...]:
         raise wrong(
             "bits",
             f"expected {EXACT}, int8, int4, or bits of keys and values such as k8v4, without "
-            f"repetitions, got {text!r}",
+            f"repetitions, but got {text!r}",
             f"For example, use --bits {EXACT},int4",
         )
     return tuple(words)
@@ -189,7 +189,7 @@ def one_storage(text: str) -> str | None:
     if more:
         raise wrong(
             "bits",
-            f"expected one word, such as {EXACT} or int4, got {text!r}",
+            f"expected one word, such as {EXACT} or int4, but got {text!r}",
             "Run the command again for each of the others",
         )
     return None if word == EXACT else word
@@ -216,7 +216,7 @@ def byte_count(name: str, text: str, before: str | None = None) -> int:
         return int(Decimal(found[1]) * base ** _POWERS[(found[2] or "").lower()])
     raise wrong(
         name,
-        f"expected bytes with a unit, such as 80GB or 24GiB, got {text!r}",
+        f"expected bytes with a unit, such as 80GB or 24GiB, but got {text!r}",
         f"For example, use {before or f'{_option(name)} '}80GB",
     )
 
@@ -310,5 +310,5 @@ class ReadingLimitParameter(WholeNumber):
             return ReadingLimit(number)
         if found := re.fullmatch(r"\s*0*([1-9]\d{,5})\s*s\s*", time):
             return ReadingLimit(number, int(found[1]))
-        problem = f"expected tokens, or tokens and seconds such as 4k,90s, got {text!r}"
+        problem = f"expected tokens, or tokens and seconds such as 4k,90s, but got {text!r}"
         raise wrong(name, problem, f"For example, use {_option(name)} 4k,90s")

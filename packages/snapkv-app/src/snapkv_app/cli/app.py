@@ -277,7 +277,7 @@ def _run(arguments: list[str]) -> int:
     """
     for text in arguments:
         if "\0" in text:
-            problem = f"expected texts without a NUL byte, got {text!r}"
+            problem = f"expected texts without a NUL byte, but got {text!r}"
             raise wrong("arguments", problem, "Leave the NUL byte out")
     if _COMPLETES in os.environ:
         _parser().main(arguments, prog_name="snapkv", complete_var=_COMPLETES)

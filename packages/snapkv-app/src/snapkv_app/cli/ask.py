@@ -45,7 +45,7 @@ def ask(
     """
     require_question(question)
     if bool(files) == (options.library is not None):
-        problem = f"expected either files or --library, got {'both' if files else 'neither'}"
+        problem = f"expected either files or --library, but got {'both' if files else 'neither'}"
         raise wrong("files", problem, f"For example, run {EXAMPLES['ask'][0]}")
     if not files:
         _ask_library(options, question, context.obj)
@@ -100,7 +100,7 @@ def generate(
         DocumentError: a file cannot be read.
     """
     if not (files or prompt):
-        problem = "expected --prompt or a file, got neither"
+        problem = "expected --prompt or a file, but got neither"
         raise wrong("prompt", problem, f"For example, run {EXAMPLES['generate'][0]}")
     require_unicode("prompt", prompt)
     policy, fields = _read_files(files or [], options, context.obj)

@@ -104,10 +104,10 @@ def _require_chat_options(options: RunOptions, files: Sequence[str], recall: str
         if getattr(options, name):
             raise wrong(name, "this option is for snapkv ask, not for chat", "Leave it out")
     if recall is not None and not recall.strip():
-        problem = "expected host, a folder or none, got an empty text"
+        problem = "expected host, a folder or none, but got an empty text"
         raise wrong("recall", problem, "Leave the option out for host")
     if recall not in (None, "host", "none") and not Path(recall).absolute().parent.is_dir():
-        problem = f"expected host, none or a folder in an existing one, got {recall!r}"
+        problem = f"expected host, none or a folder in an existing one, but got {recall!r}"
         raise wrong("recall", problem, f"Create {str(Path(recall).parent)!r} first")
     if text_files.STDIN in files:
         problem = "a document cannot be -, since the questions come from standard input"
@@ -134,7 +134,7 @@ def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
         got = options.budget if isinstance(options.budget, str) else kind
         raise wrong(
             "budget",
-            f"expected a number of tokens with --recall none, got {got}",
+            f"expected a number of tokens with --recall none, but got {got}",
             f"Pass --budget {DEFAULT_BUDGET}, or leave --recall none out",
         )
     return policy
@@ -196,7 +196,7 @@ class Chat:
         if name not in commands:
             known = [*commands, "/quit"]
             # A mistyped command is no failure of a turn, so the exit status stays 0.
-            problem = f"expected one of {', '.join(known)}, got {name!r}"
+            problem = f"expected one of {', '.join(known)}, but got {name!r}"
             remedy = nearest(name, known, "Type /help for the commands")
             self._note(f"snapkv: {wrong('command', problem, remedy)}")
             return
@@ -266,7 +266,7 @@ class Chat:
         """
         if not os.path.isfile(_require_name(path)):
             got = "a folder" if os.path.isdir(path) else "no file"
-            problem = f"expected a saved conversation, got {got} at {path!r}"
+            problem = f"expected a saved conversation, but got {got} at {path!r}"
             raise wrong("path", problem, "Save one with /save FILE")
         self.conversation, self.warnings = self.load(path), []
         self.saved.clear()
@@ -295,5 +295,5 @@ def _require_name(path: str) -> str:
     """
     if not path or "\0" in path:
         got = repr(path) if path else "none"
-        raise wrong("path", f"expected the name of a file, got {got}", "Add a name")
+        raise wrong("path", f"expected the name of a file, but got {got}", "Add a name")
     return path

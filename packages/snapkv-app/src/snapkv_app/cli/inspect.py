@@ -134,7 +134,7 @@ def _read_budgets(options: InspectOptions) -> list[int] | None:
         return None
     budgets = sorted(set(integers("budgets", options.budgets)))
     if len(budgets) > MOST_BUDGETS:
-        problem = f"expected at most {MOST_BUDGETS} budgets, got {len(budgets)}"
+        problem = f"expected at most {MOST_BUDGETS} budgets, but got {len(budgets)}"
         raise wrong("budgets", problem, "Leave some out, because each of them takes an answer")
     return budgets
 
@@ -183,7 +183,7 @@ def _compared_policies(options: InspectOptions, policy: Any) -> list[tuple[str, 
             found.append((label, _with_budget(options, token_budget(text))))
             continue
         if at and not takes_budget(*parsed(name)):
-            problem = f"expected a budget only for a method without one, got {spec!r}"
+            problem = f"expected a budget only for a method without one, but got {spec!r}"
             raise wrong("beside", problem, f"Leave out @{text}")
         budget = token_budget(text) if at else usual
         found += named_policies([], [name or spec], [budget])

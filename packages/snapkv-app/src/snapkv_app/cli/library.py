@@ -100,7 +100,7 @@ class AddOptions(PolicyOptions):
         if self.policy == _METHOD_OF_LIBRARY and (self.has_parameters or self.seed is not None):
             raise wrong(
                 "policy",
-                "expected a method for its parameters, got parameters alone",
+                "expected a method for its parameters, but got parameters alone",
                 "For example, use --policy across-layers --set policy=kvzip",
             )
 

@@ -300,11 +300,11 @@ class RunOptions(MethodOptions):
         if self.check is None:
             return
         if self.temperature:
-            problem = "expected temperature 0, since sampled tokens differ by chance, got "
+            problem = "expected temperature 0, since sampled tokens differ by chance, but got "
             problem += f"{self.temperature}"
             raise wrong("check", problem, "Leave temperature or check out")
         if self.check > self.max_new_tokens:
-            problem = f"expected at most max_new_tokens={self.max_new_tokens}, got {self.check}"
+            problem = f"expected at most max_new_tokens={self.max_new_tokens}, but got {self.check}"
             raise wrong("check", problem, "Check fewer tokens, or raise max_new_tokens")
 
     @property
@@ -377,7 +377,7 @@ class AskOptions(RunOptions):
             given["prefill"] = None if self.reading == Exact() else self.prefill
         for name, value in given.items():
             if value is not None:
-                raise wrong(name, f"{problem}, got {value}", remedy)
+                raise wrong(name, f"{problem}, but got {value}", remedy)
 
 
 StorageBits = Annotated[
@@ -420,7 +420,7 @@ class ComparedOptions(ModelOptions):
         """
         super().__post_init__()
         if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
-            problem = "expected the name of a method, got an empty one"
+            problem = "expected the name of a method, but got an empty one"
             raise wrong("policy", problem, "Leave the option out for the default method")
         for spec in specs(self.policy or ()):
             chosen(*parsed(spec))
@@ -483,12 +483,12 @@ def read_prefill(text: str) -> Prefill:
     """
     name, _, rest = text.partition(":")
     if name not in PREFILLS:
-        problem = f"expected one of {', '.join(PREFILLS)}, got {name!r}"
+        problem = f"expected one of {', '.join(PREFILLS)}, but got {name!r}"
         raise wrong("prefill", problem, nearest(name, PREFILLS, "Choose one of them"))
     kind = PREFILLS[name]
     given = [_prefill_parameter(kind, part) for part in rest.split(",") if part.strip()]
     if len(dict(given)) < len(given):
-        problem = f"expected different parameters, got {text!r}"
+        problem = f"expected different parameters, but got {text!r}"
         raise wrong("prefill", problem, "Leave the repeated parameter out")
     return kind(**dict(given))
 
@@ -500,7 +500,7 @@ def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:
         InvalidArgumentError: a text is repeated, or is not valid.
     """
     if len(set(texts)) < len(texts):
-        problem = f"expected different ways to read prompts, got {' '.join(texts)}"
+        problem = f"expected different ways to read prompts, but got {' '.join(texts)}"
         raise wrong("prefill", problem, "Leave the repeated one out")
     return [(text, read_prefill(text)) for text in texts]
 
@@ -517,5 +517,5 @@ def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
     if not equals or name not in known:
         problem = f"expected {kind.name} with {', '.join(known) or 'no parameters'} as NAME=VALUE"
         remedy = nearest(name, known, "Leave the parameter out")
-        raise wrong("prefill", f"{problem}, got {text!r}", remedy)
+        raise wrong("prefill", f"{problem}, but got {text!r}", remedy)
     return name, count(name, value, f"--prefill {kind.name}:{name}=")

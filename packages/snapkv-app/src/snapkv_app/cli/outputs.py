@@ -134,7 +134,7 @@ def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> N
         for target in output.targets(Path(text)):
             real = os.path.realpath(target)
             if taken.setdefault(real, name) != name:
-                problem = f"expected another file than that of {taken[real]}, got {text!r} for both"
+                problem = f"expected another file than that of {taken[real]}, but got {text!r} for both"
                 raise wrong(name, problem, "Choose another name")
 
 
@@ -155,7 +155,7 @@ def require_output(
             written to or contains foreign files, or a file exists and may not be replaced.
     """
     if not text.strip():
-        raise wrong(name, "expected a name, got an empty one", "Pass a name")
+        raise wrong(name, "expected a name, but got an empty one", "Pass a name")
     path = Path(text)
     targets = [target for target in output.targets(path) if not is_stream(target)]
     if targets:
@@ -164,7 +164,7 @@ def require_output(
         if _exists(name, target) and not output.is_own(path):
             _require_replaceable(name, target, output, inputs, force)
     if found := output.strangers(path):
-        problem = "expected a new or empty folder, or that of the same run, got "
+        problem = "expected a new or empty folder, or that of the same run, but got "
         raise wrong(name, f"{problem}{text!r} with {found[0]!r} in it", "Choose another folder")
 
 
@@ -179,12 +179,12 @@ def _require_place(name: str, path: Path, output: Output) -> None:
         while not os.path.lexists(folder):
             folder = folder.parent
     elif not folder.is_dir():
-        problem = f"expected a file in an existing folder, got {str(path)!r}"
+        problem = f"expected a file in an existing folder, but got {str(path)!r}"
         raise wrong(name, problem, f"Create {str(folder)!r} first, or choose another place")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        problem = f"expected a folder that can be written, got {str(folder)!r}"
+        problem = f"expected a folder that can be written, but got {str(folder)!r}"
         problem += f" ({error.strerror or error})"
         raise wrong(name, problem, "Choose another place") from error
 
@@ -200,10 +200,10 @@ def _exists(name: str, target: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        problem = f"expected a valid file name, got {str(target)!r} ({error.strerror or error})"
+        problem = f"expected a valid file name, but got {str(target)!r} ({error.strerror or error})"
         raise wrong(name, problem, "Choose another name") from error
     if target.is_dir():
-        problem = f"expected the name of a file, got the folder {str(target)!r}"
+        problem = f"expected the name of a file, but got the folder {str(target)!r}"
         raise wrong(name, problem, "Name a file")
     return True
 

@@ -138,7 +138,7 @@ def serve(
         MissingDependencyError: vLLM is not installed.
     """
     if model.startswith("-"):
-        problem = f"expected the model before all options, got {model}"
+        problem = f"expected the model before all options, but got {model}"
         raise wrong("model", problem, "For example, run snapkv serve demo --budget 1024")
     sessions = options.held_sessions()
     if not (options.print_command or find_spec("vllm")):

@@ -481,14 +481,14 @@ def _require_valid_drafts(options: RunOptions, policy: Policy) -> None:
     flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
     given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if len(given) > 1:
-        problem = f"expected one of {', '.join(flags.values())}, got {' and '.join(given)}"
+        problem = f"expected one of {', '.join(flags.values())}, but got {' and '.join(given)}"
         raise wrong("drafts", problem, "Leave one out")
     if given and policy.needs_reconstruction_pass:
         problem = f"expected none with {policy.name}, for which documents are read before the "
-        raise wrong("drafts", f"{problem}question, got {given[0]}", "Leave it out")
+        raise wrong("drafts", f"{problem}question, but got {given[0]}", "Leave it out")
     if given and options.prefill != "exact":
         problem = f"expected none with --prefill {options.prefill}, since drafts are verified in "
-        problem += f"one pass with the prompt, got {given[0]}"
+        problem += f"one pass with the prompt, but got {given[0]}"
         raise wrong("drafts", problem, "Leave one of the two out")
 
 

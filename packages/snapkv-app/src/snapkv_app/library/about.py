@@ -107,7 +107,7 @@ class About:
             version = None
         raise wrong(
             "library",
-            f"expected the format {FORMAT!r} in {place!r}, got {version or 'something else'!r}",
+            f"expected the format {FORMAT!r} in {place!r}, but got {version or 'something else'!r}",
             "Choose another folder, or add the documents to a new one",
             LibraryError,
         )
@@ -138,7 +138,7 @@ class About:
             what = "" if other.who != self.who else " with other weights or settings"
             raise wrong(
                 "model",
-                f"this library's documents were read with {self.who}, got {other.who}{what}",
+                f"this library's documents were read with {self.who}, but got {other.who}{what}",
                 "Pass that model, or add the documents to another library",
                 LibraryError,
             )
@@ -172,7 +172,7 @@ class About:
             if other is not None and other != own:
                 raise wrong(
                     name,
-                    f"this library's documents were read with {_text(own)}, got {_text(other)}",
+                    f"this library's documents were read with {_text(own)}, but got {_text(other)}",
                     "Leave it out, or add the documents to another library",
                     LibraryError,
                 )

@@ -199,6 +199,6 @@ def _refuse_options(cache: CompressedCache, *names: str) -> None:
             raise wrong(
                 name,
                 f"expected {usual.get(name, 'none')!r}, because the documents were compressed "
-                f"and do not contain all tokens, got {value!r}",
+                f"and do not contain all tokens, but got {value!r}",
                 f"Leave it out, or {_WHOLE}",
             )

@@ -53,14 +53,14 @@ class Part:
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             raise wrong(
                 "input_ids",
-                f"expected a tensor of integers, got {type(ids).__name__}",
+                f"expected a tensor of integers, but got {type(ids).__name__}",
                 "Pass the ids that the document's cache has read",
                 InvalidTypeError,
             )
         if not isinstance(cache, CompressedCache):
             raise wrong(
                 "cache",
-                f"expected a CompressedCache, got {type(cache).__name__}",
+                f"expected a CompressedCache, but got {type(cache).__name__}",
                 "Read the document with one",
                 InvalidTypeError,
             )
@@ -68,7 +68,7 @@ class Part:
         if ids.ndim != 2 or len(ids) != 1 or ids.shape[1] <= self.prefix_tokens:
             raise wrong(
                 "input_ids",
-                f"expected the tokens of one document after a prefix of {self.prefix_tokens}, got "
+                f"expected the tokens of one document after a prefix of {self.prefix_tokens}, but got "
                 f"shape {tuple(ids.shape)}",
                 "Make a Part of each document that is not empty",
             )
@@ -93,14 +93,14 @@ class Part:
         if any(len(layer.keys) != 1 or layer.slots.pads is not None for layer in layers):
             raise wrong(
                 "cache",
-                "expected one row without padding, got a batch or padded tokens",
+                "expected one row without padding, but got a batch or padded tokens",
                 "Read every document by itself",
                 CacheMismatchError,
             )
         if any(layer.offloaded.is_enabled for layer in layers):
             raise wrong(
                 "cache",
-                "expected all keys and values on the device, got a cache with recall",
+                "expected all keys and values on the device, but got a cache with recall",
                 "Read the document without recall",
             )
         if any(layer.state.sink_keys is not None for layer in layers):
@@ -201,14 +201,14 @@ def _require_some(parts: Sequence[Part]) -> None:
     if not parts:
         raise wrong(
             "parts",
-            "expected at least one document, got none",
+            "expected at least one document, but got none",
             "Pass a list of Part objects",
         )
     for part in parts:
         if not isinstance(part, Part):
             raise wrong(
                 "parts",
-                f"expected a list of Part objects, got an element of type {type(part).__name__}",
+                f"expected a list of Part objects, but got an element of type {type(part).__name__}",
                 "Make a Part of each document",
                 InvalidTypeError,
             )

@@ -100,7 +100,7 @@ class Library:
         if not str(folder).strip():
             raise wrong(
                 "library",
-                "expected a folder, got an empty name",
+                "expected a folder, but got an empty name",
                 "Pass a name",
             )
         self.path = path_of("library", folder)
@@ -268,7 +268,7 @@ class Library:
         if isinstance(names, str):
             raise wrong(
                 "names",
-                f"expected a list of names, got {names!r}",
+                f"expected a list of names, but got {names!r}",
                 f"Pass [{names!r}]",
                 InvalidTypeError,
             )
@@ -641,7 +641,7 @@ def _require_some(hits: Sequence[Hit]) -> None:
     if not hits:
         raise wrong(
             "hits",
-            "expected at least one document, got none",
+            "expected at least one document, but got none",
             "Ask with words that are in the library's documents",
             LibraryError,
         )

@@ -57,7 +57,7 @@ def require_recomputable(model: PreTrainedModel) -> str:
     if name not in IMPLEMENTATIONS:
         raise wrong(
             "attn_implementation",
-            f"expected {' or '.join(IMPLEMENTATIONS)} to recompute tokens of joined documents, got "
+            f"expected {' or '.join(IMPLEMENTATIONS)} to recompute tokens of joined documents, but got "
             f"{name!r}",
             f"Load the model with attn_implementation={IMPLEMENTATIONS[0]!r}, or pass recompute=0",
             UnsupportedModelError,

@@ -57,14 +57,14 @@ class Text:
             if not isinstance(value, str):
                 raise wrong(
                     argument,
-                    f"expected a text, got {type(value).__name__}",
+                    f"expected a text, but got {type(value).__name__}",
                     "Pass a str",
                     InvalidTypeError,
                 )
             if not value.strip():
                 raise wrong(
                     argument,
-                    f"expected a text that is not empty in {self.name!r}, got {value[:20]!r}",
+                    f"expected a text that is not empty in {self.name!r}, but got {value[:20]!r}",
                     "Leave the document out",
                 )
             try:
@@ -72,7 +72,7 @@ class Text:
             except UnicodeEncodeError as error:
                 raise wrong(
                     argument,
-                    f"expected Unicode text, got half of a character, {value[error.start]!r}, in "
+                    f"expected Unicode text, but got half of a character, {value[error.start]!r}, in "
                     f"{self.name!r}",
                     "Decode it with errors='replace'",
                 ) from error
@@ -194,7 +194,7 @@ def _of_pair(pair: Any) -> Text:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise wrong(
             "documents",
-            f"expected a Text or a pair of a name and a text, got {pair!r:.60}",
+            f"expected a Text or a pair of a name and a text, but got {pair!r:.60}",
             "Pass the items() of a dict",
             InvalidTypeError,
         )

@@ -53,7 +53,7 @@ def card_bytes(name: str) -> int | None:
         named = " or ".join(f"{card}-{each}GB" for each in sizes)
         raise wrong(
             "gpu_memory",
-            f"expected {named}, got {name!r}",
+            f"expected {named}, but got {name!r}",
             "Pass one of them",
         )
     return size * 10**9

@@ -66,7 +66,7 @@ class Request(metaclass=WithParameters):
         if self.budget == AUTO or isinstance(self.budget, dict):
             raise wrong(
                 "budget",
-                f"expected tokens or bytes, got {self.budget!r}, which depends on a prompt's votes",
+                f"expected tokens or bytes, but got {self.budget!r}, which depends on a prompt's votes",
                 "For example, pass 1024 or 12%",
             )
         if self.budget is not None and self.budget_bytes is None:
@@ -76,14 +76,14 @@ class Request(metaclass=WithParameters):
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
             raise wrong(
                 "gpu_memory",
-                f"expected more than the reserve of {self.reserve_bytes:,} bytes, got "
+                f"expected more than the reserve of {self.reserve_bytes:,} bytes, but got "
                 f"{self.memory_bytes:,}",
                 "Pass more, or a smaller reserve",
             )
         if self.bandwidth_bytes is not None and not self.bandwidth_bytes > 0:
             raise wrong(
                 "bandwidth",
-                f"expected more than 0 bytes a second, got {self.bandwidth_bytes}",
+                f"expected more than 0 bytes a second, but got {self.bandwidth_bytes}",
                 "For example, pass 2TB, or leave it out",
             )
 

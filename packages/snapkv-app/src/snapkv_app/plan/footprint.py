@@ -292,7 +292,7 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
     if dtype not in ITEM_BYTES:
         raise wrong(
             "model",
-            f"expected one of the dtypes {', '.join(ITEM_BYTES)} in its config.json, got {dtype!r}",
+            f"expected one of the dtypes {', '.join(ITEM_BYTES)} in its config.json, but got {dtype!r}",
             "Pass a dtype",
             UnsupportedModelError,
         )
@@ -312,7 +312,7 @@ def _kinds(text: _Text) -> list[str]:
     if unknown := set(kinds) - set(_KINDS):
         raise wrong(
             "model",
-            "expected layers of full, sliding, chunked or linear attention, got "
+            "expected layers of full, sliding, chunked or linear attention, but got "
             f"{', '.join(sorted(unknown))}",
             "Load it, and look at cache.report() after a prompt",
             UnsupportedModelError,

@@ -68,13 +68,13 @@ def open_executor(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Exec
 
     if options.ray is None:
         if options.workers is not None:
-            problem = f"expected it with ray, got {options.workers} without"
+            problem = f"expected it with ray, but got {options.workers} without"
             raise wrong("workers", problem, "Add --ray local")
         loaded = load_model(options)
         yield loaded, Answerer(loaded=loaded)
         return
     if options.device is not None:
-        problem = f"expected one of device and ray, got {options.device} and ray"
+        problem = f"expected one of device and ray, but got {options.device} and ray"
         raise wrong("device", problem, "Leave one of them out")
     from snapkv_lab.evaluate.on_ray import require_cluster
 

@@ -165,7 +165,7 @@ class HarnessRun:
             if name not in manager.all_tasks:
                 remedy = "Add your own folder of tasks with --include-path"
                 remedy = nearest(name, manager.all_tasks, remedy)
-                raise wrong("tasks", f"expected tasks that lm-eval knows, got {name!r}", remedy)
+                raise wrong("tasks", f"expected tasks that lm-eval knows, but got {name!r}", remedy)
         return manager
 
 
@@ -390,7 +390,7 @@ def _settings(generation_kwargs: dict[str, Any], task: str | None, seed: int) ->
         raise wrong(
             "tasks",
             "expected only until, max_gen_toks, do_sample and temperature in the "
-            f"generation_kwargs of {task}, got {', '.join(sorted(unknown))}",
+            f"generation_kwargs of {task}, but got {', '.join(sorted(unknown))}",
             "Leave the task out",
         )
     return GenerationSettings(

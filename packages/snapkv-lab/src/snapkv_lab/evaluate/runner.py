@@ -164,7 +164,7 @@ class Run:
                 raise wrong(
                     name,
                     f"expected at most {_MOST_TIMES_POSITIONS * positions:,} tokens, "
-                    f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, got "
+                    f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, but got "
                     f"{longest:,}",
                     "Pass a smaller number, or choose a model with more positions",
                 )
@@ -191,7 +191,7 @@ def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
     labels = [method.label for method in methods]
     if not labels or len(set(labels)) < len(labels):
         names = ", ".join(sorted(labels)) or "none"
-        problem = f"expected at least one method, each of them once, got {names}"
+        problem = f"expected at least one method, each of them once, but got {names}"
         raise wrong("policy", problem, "Name each policy and each baseline once")
     for method in methods:
         CompressedCache(loaded.model, loaded.completed(method.policy), **method.cache_options)
@@ -242,7 +242,7 @@ def _require_distinct(turns: Sequence[Sample]) -> None:
         raise wrong("samples", "these settings give no sample", "Ask for more samples")
     ((name, times),) = Counter(turn.name for turn in turns).most_common(1)
     if times > 1:
-        problem = f"expected every sample once, got {name} {times} times"
+        problem = f"expected every sample once, but got {name} {times} times"
         raise wrong("samples", problem, "Leave out the setting that is repeated")
 
 
@@ -255,6 +255,6 @@ def _require_references(turns: Sequence[Sample]) -> None:
     for turn in turns:
         if not turn.references or not all(turn.references):
             problem = (
-                f"expected references in every sample, got {turn.name} with {list(turn.references)}"
+                f"expected references in every sample, but got {turn.name} with {list(turn.references)}"
             )
             raise wrong("reference_loss", problem, "Leave it out")

@@ -86,7 +86,7 @@ def require_known_names(argument: str, names: Collection[str], known: Iterable[s
     known = tuple(known)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        problem = f"expected some of {', '.join(known)}, got {', '.join(unknown) or 'none'}"
+        problem = f"expected some of {', '.join(known)}, but got {', '.join(unknown) or 'none'}"
         raise wrong(argument, problem, "Name those to run, or leave it out for all")
 
 
@@ -145,7 +145,7 @@ def fit_samples(
     for build in builds:
         fitted = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
         if fitted is None:
-            problem = f"expected room for {what}, got {length} tokens"
+            problem = f"expected room for {what}, but got {length} tokens"
             raise wrong("lengths", problem, "Pass a larger length")
         sample, hint = fitted
         yield sample

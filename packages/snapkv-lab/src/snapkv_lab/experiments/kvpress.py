@@ -63,7 +63,7 @@ class Kvpress:
         if not Path(python).is_file():
             raise wrong(
                 "python",
-                f"expected the interpreter of an environment with kvpress, got {str(python)!r}",
+                f"expected the interpreter of an environment with kvpress, but got {str(python)!r}",
                 "Make one with python -m venv there; there/bin/pip install kvpress; and pass "
                 "there/bin/python",
             )

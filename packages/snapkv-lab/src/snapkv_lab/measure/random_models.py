@@ -52,7 +52,7 @@ def shape_config(shape: str, layers: int | None = None) -> Any:
         InvalidArgumentError: the shape is not known.
     """
     if shape not in SHAPES:
-        problem = f"expected one of {', '.join(SHAPES)}, got {shape!r}"
+        problem = f"expected one of {', '.join(SHAPES)}, but got {shape!r}"
         raise wrong("shape", problem, nearest(shape, SHAPES, "Choose one of them"))
     changes = {} if layers is None else {"num_hidden_layers": layers}
     return AutoConfig.for_model(SHAPES[shape].family, **SHAPES[shape].config | changes)

@@ -76,12 +76,12 @@ class Medusa:
             InvalidTypeError: `heads` or `tree` has another type.
         """
         if not isinstance(heads, MedusaHeads):
-            problem = f"expected MedusaHeads, got {type(heads).__name__}"
+            problem = f"expected MedusaHeads, but got {type(heads).__name__}"
             raise wrong(
                 "heads", problem, "Read them with load_heads(folder, model)", InvalidTypeError
             )
         if not isinstance(tree, CandidateTree | None):
-            problem = f"expected a CandidateTree or None, got {type(tree).__name__}"
+            problem = f"expected a CandidateTree or None, but got {type(tree).__name__}"
             raise wrong("tree", problem, "Pass CandidateTree(paths)", InvalidTypeError)
         if tree is None:
             weights = heads.weights
@@ -120,7 +120,7 @@ class Medusa:
         require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
         cache = cache_among(model_inputs)
         if not isinstance(cache, CompressedCache):
-            problem = f"drafts are verified on a CompressedCache, got {type(cache).__name__}"
+            problem = f"drafts are verified on a CompressedCache, but got {type(cache).__name__}"
             remedy = "Pass CompressedCache(model, FullCache()) to keep all tokens"
             raise wrong("cache", problem, remedy, CacheMismatchError)
         cache.setup.require("drafts")

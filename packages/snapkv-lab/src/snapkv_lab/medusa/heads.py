@@ -290,7 +290,7 @@ def _folder(source: str) -> Path:
             reason = first_line(error)
     expected = f"expected {DEMO!r}, a folder with {CONFIG} and {FILE}, or a hub id of one"
     remedy = "Pass the folder that `snapkv medusa train` wrote"
-    raise wrong("medusa", f"{expected}, got {source!r}: {reason}", remedy)
+    raise wrong("medusa", f"{expected}, but got {source!r}: {reason}", remedy)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _count(config: dict[str, Any], name: str, folder: Path) -> int:
     """
     count = config.get(name)
     if type(count) is not int or count < 1:
-        problem = f"expected a positive integer in {folder / CONFIG}, got {count!r}"
+        problem = f"expected a positive integer in {folder / CONFIG}, but got {count!r}"
         raise wrong(name, problem, "Correct it, or fetch the heads again")
     return count
 
@@ -340,7 +340,7 @@ def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
             return torch.load(pickled, map_location="cpu", weights_only=True), pickled
         raise EOFError("neither")
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        problem = f"expected {expected} in {folder}, got {first_line(error)}"
+        problem = f"expected {expected} in {folder}, but got {first_line(error)}"
         raise wrong("medusa", problem, remedy) from error
 
 
@@ -371,7 +371,7 @@ def _require_tensors(
         raise wrong(
             "medusa",
             f"expected for {type(model).__name__} with {d} hidden units and {V:,} tokens the "
-            f"{len(shapes)} tensors that {CONFIG} announces in {path}, got {len(others)} others "
+            f"{len(shapes)} tensors that {CONFIG} announces in {path}, but got {len(others)} others "
             f"such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}",
             "Pass the heads of this model, or correct medusa_num_heads and medusa_num_layers",
         )

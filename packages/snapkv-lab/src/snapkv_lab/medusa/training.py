@@ -142,7 +142,7 @@ def _make_prompts(
         passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
     if len(passages) < plan.answers:
         problem = (
-            f"expected text for {plan.answers} passages of {length} tokens, got {len(passages)}"
+            f"expected text for {plan.answers} passages of {length} tokens, but got {len(passages)}"
         )
         raise wrong("data", problem, "Pass more documents, or ask for fewer answers")
     random.Random(plan.seed).shuffle(passages)

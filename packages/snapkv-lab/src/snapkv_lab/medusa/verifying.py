@@ -96,7 +96,7 @@ class GenerateRequest:
             raise wrong(
                 "input_ids",
                 f"expected the whole text, longer than the {seen:,} tokens that the cache has "
-                f"seen, got {self.ids.shape[1]:,}",
+                f"seen, but got {self.ids.shape[1]:,}",
                 "Pass all of it",
                 CacheMismatchError,
             )
@@ -124,17 +124,17 @@ def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCon
             output of `return_dict_in_generate` is wanted.
     """
     if ids.shape[0] != 1 or (config.num_beams or 1) > 1:
-        problem = f"expected one sequence, got {ids.shape[0]} with num_beams={config.num_beams}"
+        problem = f"expected one sequence, but got {ids.shape[0]} with num_beams={config.num_beams}"
         raise wrong("input_ids", problem, "Generate the sequences one by one, without beams")
     if not ids.shape[1]:
-        problem = "expected the prompt as token ids, got none"
+        problem = "expected the prompt as token ids, but got none"
         raise wrong("input_ids", problem, "Pass input_ids instead of embeddings")
     if mask is not None and not bool(mask.all()):
         raise wrong(
-            "attention_mask", "expected no padding, got some", "Pass the row without padding"
+            "attention_mask", "expected no padding, but got some", "Pass the row without padding"
         )
     if config.return_dict_in_generate:
-        raise wrong("return_dict_in_generate", "expected False, got True", "Leave it out")
+        raise wrong("return_dict_in_generate", "expected False, but got True", "Leave it out")
 
 
 def begin_verifying(cache: Cache) -> None:

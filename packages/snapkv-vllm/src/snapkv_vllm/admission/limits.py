@@ -89,11 +89,11 @@ class Limits(ConfigEntry):
             raise wrong(next(iter(own)), problem, "Pass decode_budget as well, or remove this")
         if 0 < self.decode_budget <= every:
             more = f"more than evict_every, which is {every}"
-            problem = f"this must be {more}, got {self.decode_budget}"
+            problem = f"this must be {more}, but got {self.decode_budget}"
             raise wrong("decode_budget", problem, "Use a larger value, or a smaller evict_every")
         if every < (needed := self.pending_queries_per_answer):
             least = f"at least {needed}, because {self.decode_policy} needs {needed} queries"
-            problem = f"this must be {least}, got {every}"
+            problem = f"this must be {least}, but got {every}"
             raise wrong("evict_every", problem, "Use a larger value or another decode_policy")
 
     def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
@@ -116,16 +116,16 @@ class Limits(ConfigEntry):
         if not self.decode_budget:
             if not tokens:
                 return None
-            problem = f"this server does not limit the length of answers, got {tokens}"
+            problem = f"this server does not limit the length of answers, but got {tokens}"
             remedy = "Remove this setting, or start the server with --decode-budget"
             raise wrong("decode_budget", problem, remedy)
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
         if prompt_policy is None:
-            problem = "expected at least 1 on a server with a decode budget, got 0"
+            problem = "expected at least 1 on a server with a decode budget, but got 0"
             raise wrong("budget", problem, f"Use a number between 1 and {tokens - every}")
         if tokens < (needed := count_kept_tokens(prompt_policy, MOST) + every):
             parts = f"which is the sum of the kept tokens of a prompt and evict_every ({every})"
-            problem = f"this must be at least {needed}, {parts}, got {tokens}"
+            problem = f"this must be at least {needed}, {parts}, but got {tokens}"
             raise wrong("decode_budget", problem, "Increase it, or reduce budget or evict_every")
         policy = self._eviction_policy(tokens - every)
         return AnswerLimit(policy=policy, max_tokens=tokens, evict_every=every)

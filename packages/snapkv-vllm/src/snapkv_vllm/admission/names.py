@@ -145,7 +145,7 @@ def require_readable(name: str, value: Any) -> None:
             printed.
     """
     if value is None:
-        raise InvalidTypeError(f"{name}: expected a value, got null. Remove {name}.")
+        raise InvalidTypeError(f"{name}: expected a value, but got null. Remove {name}.")
     try:
         fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
         fits = fits and len(repr(value)) <= 2 * MAX_SHOWN
@@ -153,7 +153,7 @@ def require_readable(name: str, value: Any) -> None:
         fits = False
     if not fits:
         got = f"a {type(value).__name__} that is longer than the value of any setting"
-        raise wrong(name, f"expected a number, a word or a pair, got {got}", "Pass a shorter value")
+        raise wrong(name, f"expected a number, a word or a pair, but got {got}", "Pass a shorter value")
 
 
 # Names that clients write.
@@ -187,7 +187,7 @@ def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
         RefusedError: the object has too many names.
     """
     if len(fields) > _MAX_NAMES:
-        problem = f"expected at most {_MAX_NAMES:,} names in the object, got {len(fields):,}"
+        problem = f"expected at most {_MAX_NAMES:,} names in the object, but got {len(fields):,}"
         raise wrong(argument, problem, "Leave out the names that the server does not know")
 
 
@@ -256,7 +256,7 @@ def require_session_name(argument: str, value: object, pattern: re.Pattern[str] 
     remedy = "Pass another name, for example a random one"
     if not isinstance(value, str) or not pattern.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
-        raise wrong(argument, f"{problem}, got {got}", remedy)
+        raise wrong(argument, f"{problem}, but got {got}", remedy)
     if not value.isprintable() or {".", ".."} & set(value.split("/")):
         problem += ", all of them printable, without . or .. between slashes"
-        raise wrong(argument, f"{problem}, got '{printable(value)}'", remedy)
+        raise wrong(argument, f"{problem}, but got '{printable(value)}'", remedy)

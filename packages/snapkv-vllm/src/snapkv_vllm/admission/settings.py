@@ -117,7 +117,7 @@ class ServingSettings:
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
             why = _NOT_SERVED.get(str(policy), "")
-            problem = f"the method must be one of {', '.join(METHODS)}, got {policy!r}{why}"
+            problem = f"the method must be one of {', '.join(METHODS)}, but got {policy!r}{why}"
             remedy = "Use one of these methods"
             raise wrong("policy", problem, remedy if why else nearest(str(policy), METHODS, remedy))
         for cap in _CAPS:
@@ -417,12 +417,12 @@ class ServingSettings:
         for name, value in parameters.items():
             if name not in known:
                 parameters_known = f"has only the parameters {', '.join(known)}"
-                problem = f"the method {self.policy} {parameters_known}, got {name}={value!r}"
+                problem = f"the method {self.policy} {parameters_known}, but got {name}={value!r}"
                 raise wrong(name, problem, nearest(name, known, "Remove this parameter"))
         merged = {**_DEFAULTS.get(self.policy, {}), **parameters}
         for (name, value), expected in _UNSERVABLE.items():
             if merged.get(name) == value:
-                raise wrong(name, f"{expected}, got {value!r}", "Use one of these values")
+                raise wrong(name, f"{expected}, but got {value!r}", "Use one of these values")
         method = METHODS[self.policy]
         made = method(**merged, budget=_ample_budget(merged))
         # A longer window or a wider kernel would slow down the other requests of a step.
@@ -446,7 +446,7 @@ def _require_tokens(budget: object) -> None:
         return
     tokens = f", {int(8192 * size['share'])} for 8k" if "share" in size else ""
     plan = f"snapkv plan --context N --budget {budget}"
-    problem = f"this must be a number of tokens on a server, got {budget!r}"
+    problem = f"this must be a number of tokens on a server, but got {budget!r}"
     raise wrong("budget", problem, f"Use the number that {plan} shows for N tokens{tokens}")
 
 
@@ -458,7 +458,7 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
     """
     if size > cap:
         option = f"--{cap_name.replace('_', '-')} {size}"
-        problem = f"expected at most {cap:,} on this server, got {size:,}"
+        problem = f"expected at most {cap:,} on this server, but got {size:,}"
         raise wrong(name, problem, f"Use a smaller value, or start the server with {option}")
 
 

@@ -54,15 +54,15 @@ def parse_spans(value: object) -> tuple[SpanEdit, ...]:
             raise wrong(SPANS_FIELD, "the text is not valid JSON", "Send a list of spans") from None
     if not isinstance(value, list | tuple):
         example = '[{"start": 10, "end": 500, "do": "drop"}]'
-        problem = f"expected a list of objects, got {describe(value)}"
+        problem = f"expected a list of objects, but got {describe(value)}"
         raise wrong(SPANS_FIELD, problem, f"Send a list such as {example}")
     if len(value) > _MAX_ENTRIES:
-        problem = f"the list can have at most {_MAX_ENTRIES:,} spans, got {len(value):,}"
+        problem = f"the list can have at most {_MAX_ENTRIES:,} spans, but got {len(value):,}"
         raise wrong(SPANS_FIELD, problem, "Combine spans that follow each other into one")
     entries = tuple(map(_parse_entry, value))
     count = sum(entry.do == COMPRESS for entry in entries)
     if count > _MAX_COMPRESSED:
-        problem = f"at most {_MAX_COMPRESSED} spans of a request can be compressed, got {count}"
+        problem = f"at most {_MAX_COMPRESSED} spans of a request can be compressed, but got {count}"
         raise wrong(SPANS_FIELD, problem, "Combine spans that follow each other into one")
     return entries
 
@@ -76,15 +76,15 @@ def _parse_entry(entry: object) -> SpanEdit:
         InvalidArgumentError: a number is out of range.
     """
     if not isinstance(entry, Mapping):
-        problem = f"every span must be an object with fields, got {describe(entry)}"
+        problem = f"every span must be an object with fields, but got {describe(entry)}"
         raise wrong(SPANS_FIELD, problem, f"Send objects with the fields {', '.join(_FIELDS)}")
     for name in entry:
         if name not in _FIELDS:
-            problem = f"a span can only have the fields {', '.join(_FIELDS)}, got {describe(name)}"
+            problem = f"a span can only have the fields {', '.join(_FIELDS)}, but got {describe(name)}"
             raise wrong(SPANS_FIELD, problem, "Remove this field from the span")
     do = entry.get("do")
     if not isinstance(do, str) or do not in (DROP, PROTECT, COMPRESS):
-        problem = f"this must be one of {DROP}, {PROTECT} and {COMPRESS}, got {describe(do)}"
+        problem = f"this must be one of {DROP}, {PROTECT} and {COMPRESS}, but got {describe(do)}"
         raise wrong(f"{SPANS_FIELD}: do", problem, "Use one of these three words")
     budget = 0
     if do == COMPRESS:
@@ -94,7 +94,7 @@ def _parse_entry(entry: object) -> SpanEdit:
         raise wrong(f"{SPANS_FIELD}: budget", problem, "Remove the budget from the span")
     start, end = _parse_number(entry, "start"), _parse_number(entry, "end")
     if start >= end:
-        problem = f"expected a start below the end, got {start} and {end}"
+        problem = f"expected a start below the end, but got {start} and {end}"
         raise wrong(SPANS_FIELD, problem, "Let the end be the position after the last token")
     return SpanEdit(do=do, budget=budget, span=(start, end))
 

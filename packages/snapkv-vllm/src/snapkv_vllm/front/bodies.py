@@ -139,7 +139,7 @@ def _move_into_xargs(
         return body, {}
     xargs = {} if (sent := body.get(XARGS)) is None else sent
     if not isinstance(xargs, dict):
-        raise wrong(XARGS, f"expected a JSON object, got {describe(xargs)}", "Send an object")
+        raise wrong(XARGS, f"expected a JSON object, but got {describe(xargs)}", "Send an object")
     for name in moved.keys() & xargs.keys():
         problem = f"the request has this setting twice, inside and outside of {XARGS}"
         raise wrong(name, problem, "Remove one of the two")
@@ -175,11 +175,11 @@ def _session_in_hint(hint: object) -> Any:
     """
     form = f'{{"{SESSION_ID}": "a-random-name"}}'
     if not isinstance(hint, dict | None):
-        problem = f"expected a JSON object, got {describe(hint)}"
+        problem = f"expected a JSON object, but got {describe(hint)}"
         raise wrong(AGENT_HINT, problem, f"Send an object such as {form}")
     for name in hint or {}:
         if name != SESSION_ID:
-            problem = f"the object can only have the field {SESSION_ID}, got {describe(name)}"
+            problem = f"the object can only have the field {SESSION_ID}, but got {describe(name)}"
             raise wrong(AGENT_HINT, problem, f"Send an object such as {form}")
     return hint and hint.get(SESSION_ID)
 

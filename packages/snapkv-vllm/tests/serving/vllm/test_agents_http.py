@@ -355,7 +355,7 @@ def test_unknown_field_of_agent_hint_is_refused_with_the_correct_one(config, mon
     said = answer.json()["error"]["message"]
     assert answer.status_code == 400
     assert said.startswith(
-        f"agent_hint: the object can only have the field session_id, got '{stray}'"
+        f"agent_hint: the object can only have the field session_id, but got '{stray}'"
     )
 
 

@@ -93,7 +93,7 @@ def test_limits_of_the_server_apply_to_requests(client):
 def test_form_with_too_many_names_is_refused(client):
     fields = {"vllm_xargs": json.dumps(FOREIGN), "stream": "true"}
     refused = client.post("/form", data=fields, files={"file": b"a sound"})
-    said = "vllm_xargs: expected at most 1,000 names in the object, got 30,000"
+    said = "vllm_xargs: expected at most 1,000 names in the object, but got 30,000"
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(said)
 

@@ -264,7 +264,7 @@ def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
         if name not in available:
             which = "LongBench-E" if extended else "LongBench"
             known = ", ".join(available)
-            problem = f"expected English or code sets of {which} ({known}), got {name!r}"
+            problem = f"expected English or code sets of {which} ({known}), but got {name!r}"
             raise wrong("datasets", problem, nearest(name, available, "Choose from these"))
     return [one for name, one in available.items() if name in names or not names]
 
@@ -380,7 +380,7 @@ def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
 
 def _missing_file(place: Path, name: str) -> SnapKVError:
     remedy = "Name the sets that are there with --datasets, or pass LongBench's data.zip"
-    return wrong("data", f"expected {name} in {place}, got no such file", remedy, DocumentError)
+    return wrong("data", f"expected {name} in {place}, but got no such file", remedy, DocumentError)
 
 
 def _are_answers(value: Any) -> bool:

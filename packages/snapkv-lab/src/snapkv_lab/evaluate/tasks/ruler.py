@@ -461,7 +461,7 @@ class Ruler(HaystackTask):
                 if count == self.samples_each:
                     return
             elif index + 1 - count > _PATIENCE + count:
-                problem = f"expected room for a sample of {task}, got {length} tokens"
+                problem = f"expected room for a sample of {task}, but got {length} tokens"
                 raise wrong("lengths", problem, "Pass a larger length, or leave the task out")
 
 
