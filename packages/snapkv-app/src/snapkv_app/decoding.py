@@ -70,8 +70,8 @@ def decode(name: str, data: bytes) -> str:
         ) from error
     except (LookupError, UnicodeError) as error:  # the codec "undefined" decodes nothing
         raise refused(
-            f"expected an encoding that Python knows, but got {declared!r} declared in {name}",
-            "Convert it to UTF-8",
+            f"the encoding {declared!r}, which is declared in {name}, is not known to Python",
+            "Convert the file to UTF-8",
         ) from error
 
 

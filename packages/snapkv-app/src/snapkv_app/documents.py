@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from snapkv.errors import DocumentError, SnapKVError
 from snapkv_app.decoding import decode, refused
 
-_AGAIN = "Download or export it again"
+_AGAIN = "Download or export the file again"
 
 
 class Reading(NamedTuple):
@@ -116,7 +116,7 @@ def _shown_text(markup: str) -> str:
     # lxml would refuse an empty page, and a text whose XML declaration names an encoding.
     page = html.document_fromstring(f"<html>{markup}".encode(), parser=parser)
     if any(entry.level == etree.ErrorLevels.FATAL for entry in parser.error_log):
-        raise ValueError("its tags are nested more than 2,048 deep")
+        raise ValueError("the tags of the document are nested more than 2,048 levels deep")
     find_hidden = etree.XPath(_NEVER_SHOWN, namespaces=_REGULAR_EXPRESSIONS)
     for element in find_hidden(page):
         element.drop_tree()
@@ -142,7 +142,7 @@ def _end_cell(state: Any) -> None:
 
 # PDF.
 
-_OCR = "run it through OCR, for instance ocrmypdf"
+_OCR = "run OCR on the file, for example with ocrmypdf"
 
 
 def _read_pdf(name: str, data: bytes) -> Reading:
@@ -161,8 +161,8 @@ def _read_pdf(name: str, data: bytes) -> Reading:
         if error.err_code == raw.FPDF_ERR_PASSWORD:
             command = f"qpdf --decrypt --password=PASSWORD {shlex.quote(name)} open.pdf"
             raise refused(
-                f"expected a PDF without a password, but got the encrypted {name}",
-                f"Decrypt it, for instance with {command}",
+                f"{name} is encrypted and cannot be read without a password",
+                f"Decrypt the file, for example with {command}",
             ) from error
         raise
     pdf.init_forms()
@@ -279,7 +279,7 @@ def _read_notebook(name: str, data: bytes) -> Reading:
         parts = ["".join(part) for cell in cells for part in _parts_of(cell)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise refused(
-            f"expected a Jupyter notebook in format 4, but got {name}",
+            f"expected a Jupyter notebook with format 4, but got {name}",
             f"Export it with jupyter nbconvert --to markdown {shlex.quote(name)}",
         ) from error
     return Reading("\n\n".join(part.strip("\n") for part in parts if part.strip()), [])

@@ -46,7 +46,7 @@ def prompt_lookup(tokens: int) -> DraftMethod:
         raise wrong(
             "prompt_lookup",
             f"expected at least 1 token to draft, but got {tokens}",
-            "For example, pass 10",
+            "For example, use 10",
         )
     return DraftMethod(name="prompt-lookup", options={"prompt_lookup_num_tokens": tokens})
 

@@ -169,7 +169,7 @@ class RecordedPrompt:
         if wanted > recorded:
             raise wrong(
                 "policy",
-                f"expected {wanted} recorded queries for {policy!r}, but got {recorded}",
+                f"the policy {policy!r} needs {wanted} recorded queries, but got {recorded}",
                 "Record more queries",
             )
         return states.queries[:, :, recorded - wanted :]
@@ -200,8 +200,8 @@ def _not_shown(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[int
     if any(layer.stored_heads is not None for layer in shown):
         raise wrong(
             "model",
-            "with latent attention, one reading of the prompt cannot serve several methods",
-            "Read the prompt again for each method",
+            "for a model with latent attention, each method needs a separate reading of the prompt",
+            "Read the prompt again for each of the methods",
             UnsupportedModelError,
         )
     return {

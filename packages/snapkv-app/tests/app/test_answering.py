@@ -310,7 +310,11 @@ def test_token_across_the_end_of_the_context_belongs_to_the_question(tiny, insid
 @pytest.mark.parametrize(
     ("text", "characters", "said"),
     [
-        ("Underneath.", 3, "context: the prompt has no token before the hidden question"),
+        (
+            "Underneath.",
+            3,
+            "context: the prompt does not have any tokens before the hidden question",
+        ),
         ("Here.", 5, "question: the prompt has no token after the context"),
     ],
 )

@@ -131,7 +131,8 @@ def test_refused_question_leaves_the_conversation_unchanged(tiny):
         conversation.ask("word " * 600)
     assert conversation.tokens == 0
     with pytest.raises(
-        InvalidArgumentError, match="policy: .* can only be used with a policy that only compresses prompts"
+        InvalidArgumentError,
+        match=r"policy: .* can only be used with a policy that only compresses prompts",
     ):
         Conversation(tiny, H2O(64), SHORT, recall="host")
     with pytest.raises(

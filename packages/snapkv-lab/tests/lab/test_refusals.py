@@ -98,7 +98,10 @@ def heads_of_little_text(tiny, folder):
 REFUSED = [
     # Tasks.
     (made(Needle, depths=102), "depths: expected at most 101"),
-    (made(Needle, variant="fork"), "variant: expected one of magic-number, sandwich, but got 'fork'"),
+    (
+        made(Needle, variant="fork"),
+        "variant: expected one of magic-number, sandwich, but got 'fork'",
+    ),
     (made(Instructions, lengths=(100,)), "lengths"),
     (made(LongBench, datasets=("hotpot",)), "got 'hotpot'.* Did you mean hotpotqa"),
     (made(LongBench, code_similarity="jaro"), "code_similarity: expected one of difflib"),
@@ -130,7 +133,10 @@ REFUSED = [
     ),
     (data(LongBench, "data.zip", "no archive", datasets=("lcc",)), "Download it again"),
     (data(LongBench, "lcc.jsonl", "", datasets=("lcc",)), "expected rows in"),
-    (data(RagPosition, "a.jsonl", line(), "{"), r"a JSON object in .*a\.jsonl, line 2, but got '\{'"),
+    (
+        data(RagPosition, "a.jsonl", line(), "{"),
+        r"a JSON object in .*a\.jsonl, line 2, but got '\{'",
+    ),
     (
         data(RagPosition, "a.jsonl", line(answers=["Ann", "!"])),
         "answers to be a list of texts with words in them",
@@ -155,7 +161,10 @@ REFUSED = [
         "second reading of the text. .* --setting hidden",
     ),
     (run(Keys(sentences=()), SNAPKV), "samples: these settings give no sample"),
-    (run(Keys(sentences=(8, 8)), SNAPKV), "samples: expected every sample once, but got 8/0 2 times"),
+    (
+        run(Keys(sentences=(8, 8)), SNAPKV),
+        "samples: expected every sample once, but got 8/0 2 times",
+    ),
     (run(SMALL, Method(label="h", policy=H2O(48), later="compress")), "evicts after every token"),
     (
         run(

@@ -57,8 +57,10 @@ def require_writable(folder: str) -> None:
 def cannot_write(folder: str, error: OSError) -> RefusedError:
     """Build the error that says that metrics cannot be written to a folder, and why."""
     size = format_bytes(_MIN_FREE_BYTES)
-    problem = f"cannot write {size} of metrics to '{folder}' ({error.strerror})"
-    return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or use another folder")
+    problem = f"{size} of metrics could not be written to '{folder}' ({error.strerror})"
+    return wrong(
+        "PROMETHEUS_MULTIPROC_DIR", problem, "Free some disk space, or use a different folder"
+    )
 
 
 class WrittenCounts:

@@ -70,7 +70,7 @@ NO_ROWS = {
 def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(kind):
     model, cache = hybrid(kind)
     for got, rows in NO_ROWS.items():
-        refusal = f"rows: expected the indices of some of the 2 rows of the batch, but got {got}. Pass a 1-D"
+        refusal = f"rows: expected the indices of some of the 2 rows of the batch, but got {got}."
         for act in (cache.reorder_cache, cache.batch_select_indices):
             with pytest.raises(InvalidArgumentError, match=re.escape(refusal)):
                 act(rows)

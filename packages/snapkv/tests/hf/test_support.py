@@ -63,7 +63,7 @@ REFUSED = [
         )
         for gone in ("int3", "int2", "fp8", "auto")
     ),
-    ("quantize: expected a policy that only", EVICTS, {"quantize": "int8"}),
+    ("quantize: .* with a policy that only", EVICTS, {"quantize": "int8"}),
     # Budgets of all layers.
     *(
         (f"{next(iter(options))}|policy", METHODS[name], options)

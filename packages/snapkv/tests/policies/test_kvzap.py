@@ -96,7 +96,7 @@ def test_what_is_no_gate_is_refused(tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=f"^gate: .*{said}"):
             KVzap(gate=given)
-    with pytest.raises(InvalidArgumentError, match="bytes of weights"):
+    with pytest.raises(InvalidArgumentError, match="expected 24 bytes for"):
         Gate(layers=1, heads=1, key_size=2, value_size=2, data=b"12")
     with pytest.raises(InvalidArgumentError, match="finite"):
         Gate.of(torch.full((1, 1, 12), 1e9), 2, 2)

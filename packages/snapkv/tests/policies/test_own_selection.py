@@ -228,7 +228,7 @@ def test_a_wrong_selection_of_a_later_turn_is_refused(turns):
 @pytest.mark.parametrize("change", [lambda each: each - KEPT, lambda each: each[..., :0]])
 def test_a_window_that_is_promised_is_kept(change):
     policy = WithWindow(24, window_size=8, made_by=with_indices(change))
-    said = r"in layer 0, but got fewer tokens than the window of the last 8 tokens.*inherit from Policy"
+    said = r"in layer 0, but got fewer tokens than the window of the last 8.*inherit from Policy"
     with pytest.raises(InvalidArgumentError, match=said):
         read(tiny_model("llama"), policy, random_ids(2, TOKENS))
 

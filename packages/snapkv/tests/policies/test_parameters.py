@@ -159,9 +159,9 @@ REFUSED = [
         for policy in (SnapKV(keep_ratio=0.5), SnapKV("auto"), SnapKV("12%"), FullCache())
         for said in ("a method with a budget in tokens", repr(policy))
     ),
-    (SnapKV, {"budget": 0.25}, TYPE, "budget", "Pass keep_ratio=0.25"),
-    (SnapKV, {"budget": 64.0}, TYPE, "budget", "Pass a whole number of at least 33"),
-    (SnapKV, {"budget": True}, TYPE, "budget", "Pass a whole number of at least 33"),
+    (SnapKV, {"budget": 0.25}, TYPE, "budget", "Use keep_ratio=0.25"),
+    (SnapKV, {"budget": 64.0}, TYPE, "budget", "Use an integer of at least 33"),
+    (SnapKV, {"budget": True}, TYPE, "budget", "Use an integer of at least 33"),
     (AdaKV, {"keep_ratio": 0.25}, TYPE, "keep_ratio", "AdaKV(SnapKV(keep_ratio=0.25))"),
     (PromptThenDecode, {"budget": 9}, TYPE, "budget", "PromptThenDecode(prompt=SnapKV(budget=9))"),
     (SnapKV, {"max_capacity_prompt": 2048}, TYPE, "max_capacity_prompt", "Write budget=2048, see"),

@@ -65,7 +65,7 @@ def integers(name: str, text: str) -> tuple[int, ...]:
         return counts(name, text)
     raise wrong(
         name,
-        f"expected whole numbers with commas between them, but got {text!r}",
+        f"expected whole numbers separated by commas, but got {text!r}",
         f"For example, use {_option(name)} 1024,4k",
     )
 
@@ -84,7 +84,8 @@ def kernel(text: str) -> int | tuple[int, int]:
     if found is None:
         raise wrong(
             "kernel_size",
-            f"expected a width such as 7, or positions before and after such as 0+12, but got {text!r}",
+            "expected a width such as 7, or the positions before and after such as 0+12, but got "
+            f"{text!r}",
             "For example, use --kernel-size 0+12",
         )
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
@@ -115,9 +116,9 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
     except InvalidArgumentError:
         raise wrong(
             "budget",
-            "expected tokens such as 4096 or 4k, a share such as 12%, bytes such as 64MiB, or "
-            f"{AUTO}, but got {text!r}",
-            "For example, use --budget 4k, or --policy full to keep everything",
+            "expected a number of tokens such as 4096 or 4k, a share such as 12%, a size such as "
+            f"64MiB, or {AUTO}, but got {text!r}",
+            "For example, use --budget 4k, or use --policy full to keep all tokens",
         ) from None
     if least is not None:
         require_int("budget", number, least)
@@ -138,7 +139,8 @@ def _auto_parameter(text: str) -> tuple[str, int | float]:
         return name, float(value)
     raise wrong(
         "budget",
-        f"expected auto with lost_vote, least or most, but got {text.strip()!r}",
+        "the budget auto can only have the parameters lost_vote, least and most, but got "
+        f"{text.strip()!r}",
         "For example, use --budget auto:lost_vote=0.001,most=4k",
     )
 
@@ -153,7 +155,7 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
         return tuple(token_budget(part) for part in parts)
     raise wrong(
         "budget",
-        f"expected budgets with commas between them, but got {text!r}",
+        f"expected a list of budgets separated by commas, but got {text!r}",
         "For example, use --budget 1024,4k, --budget auto or --budget 12%,64MiB",
     )
 
@@ -172,7 +174,7 @@ def storage_bits(text: str) -> tuple[str, ...]:
     if not words or len(set(words)) < len(words) or not all(map(_is_storage, words)):
         raise wrong(
             "bits",
-            f"expected {EXACT}, int8, int4, or bits of keys and values such as k8v4, without "
+            f"expected {EXACT}, int8, int4, or the bits of keys and values such as k8v4, without "
             f"repetitions, but got {text!r}",
             f"For example, use --bits {EXACT},int4",
         )
@@ -190,7 +192,7 @@ def one_storage(text: str) -> str | None:
         raise wrong(
             "bits",
             f"expected one word, such as {EXACT} or int4, but got {text!r}",
-            "Run the command again for each of the others",
+            "Run the command once for each of the other words",
         )
     return None if word == EXACT else word
 
@@ -216,7 +218,7 @@ def byte_count(name: str, text: str, before: str | None = None) -> int:
         return int(Decimal(found[1]) * base ** _POWERS[(found[2] or "").lower()])
     raise wrong(
         name,
-        f"expected bytes with a unit, such as 80GB or 24GiB, but got {text!r}",
+        f"expected a size with a unit, such as 80GB or 24GiB, but got {text!r}",
         f"For example, use {before or f'{_option(name)} '}80GB",
     )
 

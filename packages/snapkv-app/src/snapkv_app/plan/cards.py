@@ -54,7 +54,7 @@ def card_bytes(name: str) -> int | None:
         raise wrong(
             "gpu_memory",
             f"expected {named}, but got {name!r}",
-            "Pass one of them",
+            "Use one of these names",
         )
     return size * 10**9
 

@@ -255,6 +255,7 @@ def _require_references(turns: Sequence[Sample]) -> None:
     for turn in turns:
         if not turn.references or not all(turn.references):
             problem = (
-                f"expected references in every sample, but got {turn.name} with {list(turn.references)}"
+                f"expected references in every sample, but got {turn.name} with "
+                f"{list(turn.references)}"
             )
             raise wrong("reference_loss", problem, "Leave it out")

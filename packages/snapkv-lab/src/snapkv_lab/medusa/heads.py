@@ -371,7 +371,7 @@ def _require_tensors(
         raise wrong(
             "medusa",
             f"expected for {type(model).__name__} with {d} hidden units and {V:,} tokens the "
-            f"{len(shapes)} tensors that {CONFIG} announces in {path}, but got {len(others)} others "
-            f"such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}",
+            f"{len(shapes)} tensors that {CONFIG} announces in {path}, but got {len(others)} "
+            f"others such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}",
             "Pass the heads of this model, or correct medusa_num_heads and medusa_num_layers",
         )

@@ -134,7 +134,9 @@ class ReadingStudy(Study):
         require_at_least("samples", self.samples, 1)
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         if not self.questions or not all(question.strip() for question in self.questions):
-            problem = f"expected at least one question and no empty one, but got {list(self.questions)}"
+            problem = (
+                f"expected at least one question and no empty one, but got {list(self.questions)}"
+            )
             raise wrong("question", problem, "Ask a question")
 
     @property

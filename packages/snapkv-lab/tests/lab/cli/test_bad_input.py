@@ -9,8 +9,11 @@ EARLY = [
     ("eval needle --plot no/figure.png", "plot: expected a file in an existing folder"),
     ("eval needle --lengths 100", "lengths: expected a value of at least 300, but got 100"),
     ("eval needle --lengths=", "lengths: expected at least one number, but got none"),
-    ("eval needle --digits 5k", "digits: expected a value of at most 1,000, but got 5,120. Use a smaller value"),
-    ("eval needle --policy=", "policy: expected the name of a method, but got an empty one"),
+    (
+        "eval needle --digits 5k",
+        "digits: expected a value of at most 1,000, but got 5,120. Use a smaller value",
+    ),
+    ("eval needle --policy=", "policy: expected the name of a method, but got an empty name"),
     ("eval needle --haystack no/such", "no/such"),
     ("eval needle --policy snapvk", ". Did you mean snapkv?"),
     ("eval needle --policy snapkv:kernelsize=5", ". Did you mean kernel_size?"),

@@ -145,7 +145,9 @@ def require_readable(name: str, value: Any) -> None:
             printed.
     """
     if value is None:
-        raise InvalidTypeError(f"{name}: expected a value, but got null. Remove {name}.")
+        raise InvalidTypeError(
+            f"{name}: the value must not be null. Remove {name} from the request."
+        )
     try:
         fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
         fits = fits and len(repr(value)) <= 2 * MAX_SHOWN
@@ -153,7 +155,9 @@ def require_readable(name: str, value: Any) -> None:
         fits = False
     if not fits:
         got = f"a {type(value).__name__} that is longer than the value of any setting"
-        raise wrong(name, f"expected a number, a word or a pair, but got {got}", "Pass a shorter value")
+        raise wrong(
+            name, f"expected a number, a word or a pair, but got {got}", "Use a shorter value"
+        )
 
 
 # Names that clients write.
@@ -188,7 +192,7 @@ def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
     """
     if len(fields) > _MAX_NAMES:
         problem = f"expected at most {_MAX_NAMES:,} names in the object, but got {len(fields):,}"
-        raise wrong(argument, problem, "Leave out the names that the server does not know")
+        raise wrong(argument, problem, "Remove the names that the server does not know")
 
 
 def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
@@ -207,7 +211,9 @@ def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
     for name, value in extra_args.items():
         right = correct_name(name)
         if right not in (None, name):
-            raise wrong(printable(name), "no setting has this name", f"Write {right}")
+            raise wrong(
+                printable(name), "there is no setting with this name", f"Use {right} instead"
+            )
         if right is not None:
             own[name.removeprefix(PREFIX)] = value
     return own
@@ -253,7 +259,7 @@ def require_session_name(argument: str, value: object, pattern: re.Pattern[str] 
             "..".
     """
     problem = f"expected a text of 1 to {_MAX_SESSION_CHARACTERS} characters"
-    remedy = "Pass another name, for example a random one"
+    remedy = "Use a different name, for example a random one"
     if not isinstance(value, str) or not pattern.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
         raise wrong(argument, f"{problem}, but got {got}", remedy)

@@ -366,8 +366,11 @@ class ServingSettings:
         span_policies = []
         for (start, end), kept in spans.compress:
             if start < first:
-                problem = f"cannot compress {start} to {end}, because the first {first} are kept"
-                raise wrong(SPANS, problem, f"Let the span start at {first} or later")
+                problem = (
+                    f"the span {start} to {end} cannot be compressed, because the first {first} "
+                    "tokens are kept"
+                )
+                raise wrong(SPANS, problem, f"Use a span that starts at {first} or later")
             outside = max(prompt_tokens, end + window) - (end - start)
             span_policies.append(scoring_policy(self._make_policy(outside + kept, parameters)))
         inner = self._make_policy(budget + spans.dropped_tokens, parameters) if budget else None
@@ -379,7 +382,7 @@ class ServingSettings:
             problem = (
                 f"the spans keep {kept:,} tokens, which exceeds the budget of {budget:,} ({reason})"
             )
-            raise wrong(SPANS, problem, "Raise the budget, or protect fewer tokens") from None
+            raise wrong(SPANS, problem, "Increase the budget, or protect fewer tokens") from None
         fits = budget >= prompt_tokens - spans.dropped_tokens
         return replace(made, policy=None) if fits else made
 
@@ -400,7 +403,9 @@ class ServingSettings:
                 continue
             if PREFIX + name not in names:
                 problem = f"this server has no setting with this name, only {', '.join(names)}"
-                raise wrong(full, problem, nearest(full, names, "Remove it from the request"))
+                raise wrong(
+                    full, problem, nearest(full, names, "Remove this setting from the request")
+                )
             require_readable(full, value)
 
     def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
@@ -446,7 +451,7 @@ def _require_tokens(budget: object) -> None:
         return
     tokens = f", {int(8192 * size['share'])} for 8k" if "share" in size else ""
     plan = f"snapkv plan --context N --budget {budget}"
-    problem = f"this must be a number of tokens on a server, but got {budget!r}"
+    problem = f"the budget of a server must be a number of tokens, but got {budget!r}"
     raise wrong("budget", problem, f"Use the number that {plan} shows for N tokens{tokens}")
 
 
@@ -458,7 +463,7 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
     """
     if size > cap:
         option = f"--{cap_name.replace('_', '-')} {size}"
-        problem = f"expected at most {cap:,} on this server, but got {size:,}"
+        problem = f"the value can be at most {cap:,} on this server, but got {size:,}"
         raise wrong(name, problem, f"Use a smaller value, or start the server with {option}")
 
 

@@ -74,7 +74,9 @@ def test_wrong_settings_get_a_400_and_correct_bodies_are_unchanged(client, path)
     assert client.post(path, json=RIGHT).json() == RIGHT
     refused = client.post(path, json=WRONG)
     assert refused.status_code == 400
-    assert refused.json()["detail"].startswith("snapkv_budget: expected more than window_size=16")
+    assert refused.json()["detail"].startswith(
+        "snapkv_budget: expected a value above window_size=16"
+    )
 
 
 def test_stream_refused_by_the_engine_has_the_status_of_the_error(client):

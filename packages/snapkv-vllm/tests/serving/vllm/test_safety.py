@@ -9,9 +9,12 @@ from tests.serving.vllm.engines import greedy, small_engine
 BUDGET = 64
 WRONG = {
     "window_size=32": {"snapkv_budget": 20},
-    "at most 128 on this server, but got 1,400": {"snapkv_window_size": 1400, "snapkv_budget": 2000},
+    "at most 128 on this server, but got 1,400": {
+        "snapkv_window_size": 1400,
+        "snapkv_budget": 2000,
+    },
     "at most 129 on this server": {"snapkv_kernel_size": 1_000_000_001},
-    "Write snapkv_budget": {"budget": 64},
+    "Use snapkv_budget": {"budget": 64},
 }
 
 

@@ -167,7 +167,7 @@ BODIES = {
 MISTAKES = {
     "expected more than window_size=16": {"vllm_xargs": {"snapkv_budget": 3}},
     "this setting is ignored unless it is inside the field vllm_xargs": {"snapkv_budget": 64},
-    "Write snapkv_budget": {"vllm_xargs": {"budget": 64}},
+    "Use snapkv_budget": {"vllm_xargs": {"budget": 64}},
     "snapkv_document: this server has no setting": {"vllm_xargs": {"snapkv_document": "nowhere"}},
 }
 BEYOND = {"/v1/completions": "only one prompt"}  # of two, spans of which belong to neither

@@ -84,7 +84,9 @@ class Needle(HaystackTask):
         """
         self.require(depths=1, permutations=1, buffer_tokens=0)
         if self.depths > _MOST_DEPTHS:
-            problem = f"expected at most {_MOST_DEPTHS}, one per whole percent, but got {self.depths}"
+            problem = (
+                f"expected at most {_MOST_DEPTHS}, one per whole percent, but got {self.depths}"
+            )
             raise wrong("depths", problem, "Pass a smaller number")
         require_int("digits", self.digits, minimum=1, maximum=_MOST_DIGITS)
         self.require(lengths=self.buffer_tokens + 100)

@@ -236,7 +236,9 @@ class RagPipeline(PhraseTask):
         """
         super().__post_init__()
         if self.retrieve < max(self.documents):
-            problem = f"expected at least the {max(self.documents)} documents, but got {self.retrieve}"
+            problem = (
+                f"expected at least the {max(self.documents)} documents, but got {self.retrieve}"
+            )
             raise wrong("retrieve", problem, "Retrieve more, or read fewer documents")
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
@@ -383,7 +385,9 @@ def read_rows(path: Path) -> list[Question]:
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        problem = f"expected a file of JSON lines in UTF-8, or a .gz of one, but got {path}: {reason}"
+        problem = (
+            f"expected a file of JSON lines in UTF-8, or a .gz of one, but got {path}: {reason}"
+        )
         raise wrong("data", problem, "Pass another file", DocumentError) from None
     records = parse_json_lines(text.split("\n"), _FIELDS, path, _REMEDY)
     return [_parse_question(record, path, f"line {number}") for number, record in records.items()]
