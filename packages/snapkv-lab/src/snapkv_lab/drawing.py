@@ -39,7 +39,7 @@ def require_drawable(path: str | None = None) -> None:
     """
     if path is not None and Path(path).suffix.lower() not in FORMATS:
         problem = f"expected a file name that ends in {', '.join(FORMATS)}, but got {path!r}"
-        raise wrong("plot", problem, "Choose one of these formats")
+        raise wrong("plot", problem, "Use one of these formats")
     try:
         import matplotlib.figure  # noqa: F401 # whether it is there
     except ImportError as error:

@@ -111,8 +111,8 @@ def explain_folder_errors(folder: Path) -> Iterator[None]:
     except OutputError:
         raise
     except OSError as error:
-        problem = f"the folder {folder} cannot be written: {error.strerror}"
-        raise wrong("results", problem, "Choose another folder") from error
+        problem = f"files cannot be written to the folder {folder}: {error.strerror}"
+        raise wrong("results", problem, "Choose a different folder") from error
 
 
 def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:

@@ -106,18 +106,24 @@ REFUSED = [
     (made(LongBench, datasets=("hotpot",)), "got 'hotpot'.* Did you mean hotpotqa"),
     (made(LongBench, code_similarity="jaro"), "code_similarity: expected one of difflib"),
     (made(RagPipeline, documents=(10, 30), retrieve=20), "retrieve: .* 30 documents, but got 20"),
-    (made(Ruler, tasks=("niah",)), r"tasks: expected some of .*, but got niah\. Name those"),
-    (samples(Needle(lengths=(300,), depths=1, digits=99)), "lengths: there is no room for text"),
-    (samples(Lines(lengths=(200,), examples=3)), "room for the question, the answer and 4 lines"),
-    (samples(Ruler(tasks=("cwe",), lengths=(150,))), "expected room for a sample of cwe"),
-    (samples(Ruler(tasks=("qa_1",), lengths=(150,))), "expected room for a sample of qa_1"),
+    (made(Ruler, tasks=("niah",)), r"tasks: expected some of .*, but got niah\. Use some"),
+    (samples(Needle(lengths=(300,), depths=1, digits=99)), "lengths: there is no space for a text"),
+    (
+        samples(Lines(lengths=(200,), examples=3)),
+        "large enough for the question, the answer and 4 lines",
+    ),
+    (samples(Ruler(tasks=("cwe",), lengths=(150,))), "the length is too small for a sample of cwe"),
+    (
+        samples(Ruler(tasks=("qa_1",), lengths=(150,))),
+        "the length is too small for a sample of qa_1",
+    ),
     (
         samples(RagCitation(corpus="squad", documents=(50_000,), samples_each=1)),
         r"expected at most \d+, as many as there are",
     ),
     (
         samples(RagCitation(corpus="squad", documents=(5,), samples_each=10**6)),
-        r"expected at most \d+, .* got 1000000\. Pass --samples-each",
+        r"expected at most \d+, .* got 1000000\. For example, use --samples-each",
     ),
     (
         data(LongBench, "qasper.jsonl", longbench_row("qasper"), "{broken", datasets=("qasper",)),
@@ -129,9 +135,9 @@ REFUSED = [
     ),
     (
         data(LongBench, "lcc.jsonl", datasets=("lcc",), extended=True),
-        r"expected lcc_e\.jsonl in .*, but got no such file",
+        r"expected the file lcc_e\.jsonl in .*, but got no such file",
     ),
-    (data(LongBench, "data.zip", "no archive", datasets=("lcc",)), "Download it again"),
+    (data(LongBench, "data.zip", "no archive", datasets=("lcc",)), "Download the file again"),
     (data(LongBench, "lcc.jsonl", "", datasets=("lcc",)), "expected rows in"),
     (
         data(RagPosition, "a.jsonl", line(), "{"),
@@ -160,7 +166,7 @@ REFUSED = [
         run(Keys(), Method(label="k", policy=KVzip(48))),
         "second reading of the text. .* --setting hidden",
     ),
-    (run(Keys(sentences=()), SNAPKV), "samples: these settings give no sample"),
+    (run(Keys(sentences=()), SNAPKV), "samples: there are no samples with these settings"),
     (
         run(Keys(sentences=(8, 8)), SNAPKV),
         "samples: expected every sample once, but got 8/0 2 times",
@@ -189,11 +195,11 @@ REFUSED = [
     (made(HitRate, questions=("",)), "question: expected at least one"),
     (made(HitRate, threshold=1.0), "threshold: expected attention between 0 and 1"),
     (made(HitRate, keep_ratio=0.001), "keep_ratio: 0.001 .* no more than sink_tokens=4"),
-    (made(HitRate, kernel_size=4), "kernel_size: expected an odd number"),
+    (made(HitRate, kernel_size=4), "kernel_size: the value must be an odd number"),
     (made(Overlap, document_tokens=2560), "keep_ratio: .* of the 0 positions"),
     (made(Compared, keep_ratio=1.5), "keep_ratio: 1.5 is not .* of 3,072"),
-    (made(Sensitivity, windows=()), "windows: expected at least 1"),
-    (made(HitRate, document_tokens=5), "document_tokens: expected at least 128"),
+    (made(Sensitivity, windows=()), "windows: expected a value of at least 1"),
+    (made(HitRate, document_tokens=5), "document_tokens: expected a value of at least 128"),
     (made(FitGate, texts=3), "texts"),
     (study(HitRate(), words=9), r"document_tokens=3,072 .*note\.txt"),
     (study(Overlap(), words=600), "keep_ratio: .* of the 0 positions"),
@@ -203,9 +209,9 @@ REFUSED = [
     (made(MedusaTraining, num_heads=0), "num_heads"),
     (made(MedusaTraining, learning_rate=2), "learning_rate"),
     (made(MedusaTraining, epochs=0), "epochs"),
-    (lambda *_: drawing.require_drawable("a.png.txt"), r"ends in \.png, \.svg, \.pdf, got"),
-    (lambda *_: drawing.require_drawable(".png"), r"ends in \.png, \.svg, \.pdf, got"),
-    (lambda *_: figures.draw_bench([]), "plot: expected rows to draw"),
+    (lambda *_: drawing.require_drawable("a.png.txt"), r"ends in \.png, \.svg, \.pdf, but got"),
+    (lambda *_: drawing.require_drawable(".png"), r"ends in \.png, \.svg, \.pdf, but got"),
+    (lambda *_: figures.draw_bench([]), "plot: there are no rows to draw"),
 ]
 
 

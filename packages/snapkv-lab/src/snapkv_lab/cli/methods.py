@@ -86,7 +86,7 @@ def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) 
         problem = (
             f"expected some of {', '.join(LATER)}, each once, but got {', '.join(ways) or 'none'}"
         )
-        raise wrong("turns", problem, "Leave the repeated one out")
+        raise wrong("turns", problem, "Remove the value that is repeated")
     methods = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
         if way == "compress" and method.label.startswith(DEFAULT):

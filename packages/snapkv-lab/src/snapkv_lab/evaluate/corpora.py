@@ -65,7 +65,7 @@ def load_corpus(name: CorpusName) -> Corpus:
     readers: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
     if name not in readers:
         problem = f"expected {' or '.join(readers)}, but got {name!r}"
-        raise wrong("corpus", problem, "Choose one of them")
+        raise wrong("corpus", problem, "Use one of these values")
     path = package_file("long_context_eval", "data", "synthetic", "json", f"{name}.json")
     return readers[name](json.loads(path.read_text("utf-8")))
 

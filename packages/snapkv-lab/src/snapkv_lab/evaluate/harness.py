@@ -163,7 +163,7 @@ class HarnessRun:
         manager = TaskManager(include_path=self.include_path)
         for name in self.tasks:
             if name not in manager.all_tasks:
-                remedy = "Add your own folder of tasks with --include-path"
+                remedy = "Use --include-path to add your own folder of tasks"
                 remedy = nearest(name, manager.all_tasks, remedy)
                 raise wrong("tasks", f"expected tasks that lm-eval knows, but got {name!r}", remedy)
         return manager
@@ -254,7 +254,7 @@ class CompressedLM(LM):
             InvalidArgumentError: always.
         """
         problem = "scores whole texts (loglikelihood_rolling) and has no prompt to compress"
-        raise wrong("tasks", f"{requests[0].task_name} {problem}", "Leave it out")
+        raise wrong("tasks", f"{requests[0].task_name} {problem}", "Remove this task")
 
     @property
     def tokenizer_name(self) -> str:
@@ -273,7 +273,7 @@ class CompressedLM(LM):
             return ""
         template = self._loaded.tokenizer.chat_template
         if not template:
-            raise wrong("template", "the tokenizer has no chat template", "Use none")
+            raise wrong("template", "the tokenizer does not have a chat template", "Use none")
         return str(template)
 
     def apply_chat_template(

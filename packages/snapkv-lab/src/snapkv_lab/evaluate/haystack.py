@@ -212,7 +212,7 @@ def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] 
         misses = misses + 1 if text in drawn or text in besides else 0
         if misses > _MOST_MISSES:
             problem = f"expected fewer different names in a prompt, but got {count:,}, and only "
-            raise wrong("task", f"{problem}{len(drawn):,} could be drawn", "Pass smaller numbers")
+            raise wrong("task", f"{problem}{len(drawn):,} could be drawn", "Use smaller numbers")
         if not misses:
             drawn[text] = None
     return list(drawn)

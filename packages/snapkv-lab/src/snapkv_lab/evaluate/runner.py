@@ -147,7 +147,7 @@ class Run:
         """
         if method.later != "append" and not self.task.has_turns:
             problem = f"{method.later} has no effect with {self.task.name}, which asks one question"
-            raise wrong("turns", problem, "Leave it out, or choose a task such as turns")
+            raise wrong("turns", problem, "Remove this option, or use a task such as turns")
 
     def _require_lengths(self) -> None:
         """Check that the prompts are not much longer than the model allows.
@@ -192,7 +192,7 @@ def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
     if not labels or len(set(labels)) < len(labels):
         names = ", ".join(sorted(labels)) or "none"
         problem = f"expected at least one method, each of them once, but got {names}"
-        raise wrong("policy", problem, "Name each policy and each baseline once")
+        raise wrong("policy", problem, "Use every policy and every baseline only once")
     for method in methods:
         CompressedCache(loaded.model, loaded.completed(method.policy), **method.cache_options)
     return tuple(
@@ -214,7 +214,7 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> 
                 "policy",
                 f"the answers in the folder were made by {record['method']} as "
                 f"{record['policy']}, and now it is {expected}",
-                "Choose another folder",
+                "Choose a different folder",
             )
 
 
@@ -239,11 +239,13 @@ def _require_distinct(turns: Sequence[Sample]) -> None:
         InvalidArgumentError: there is no sample, or two samples have one name.
     """
     if not turns:
-        raise wrong("samples", "these settings give no sample", "Ask for more samples")
+        raise wrong(
+            "samples", "there are no samples with these settings", "Increase the number of samples"
+        )
     ((name, times),) = Counter(turn.name for turn in turns).most_common(1)
     if times > 1:
         problem = f"expected every sample once, but got {name} {times} times"
-        raise wrong("samples", problem, "Leave out the setting that is repeated")
+        raise wrong("samples", problem, "Remove the setting that is repeated")
 
 
 def _require_references(turns: Sequence[Sample]) -> None:
@@ -258,4 +260,4 @@ def _require_references(turns: Sequence[Sample]) -> None:
                 f"expected references in every sample, but got {turn.name} with "
                 f"{list(turn.references)}"
             )
-            raise wrong("reference_loss", problem, "Leave it out")
+            raise wrong("reference_loss", problem, "Remove this option")

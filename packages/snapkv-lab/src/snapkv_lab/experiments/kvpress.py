@@ -112,7 +112,7 @@ class Kvpress:
         line = process.stdout.readline()
         answer: Row = json.loads(line) if line else {"error": self._describe_end()}
         if "error" in answer:
-            raise wrong("kvpress", f"it failed: {answer['error']}", "Leave it out")
+            raise wrong("kvpress", f"the run has failed: {answer['error']}", "Remove this method")
         self.last = answer
         return answer
 

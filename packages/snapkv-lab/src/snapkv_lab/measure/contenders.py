@@ -206,7 +206,7 @@ def transformers_contender(name: str) -> Contender:
     """
     if name not in FULL_CACHES:
         problem = f"expected one of {', '.join(FULL_CACHES)}, but got {name!r}"
-        raise wrong("baseline", problem, nearest(name, FULL_CACHES, "Choose one of them"))
+        raise wrong("baseline", problem, nearest(name, FULL_CACHES, "Use one of these values"))
     return Contender(label=name, make=FULL_CACHES[name])
 
 

@@ -239,7 +239,7 @@ class RagPipeline(PhraseTask):
             problem = (
                 f"expected at least the {max(self.documents)} documents, but got {self.retrieve}"
             )
-            raise wrong("retrieve", problem, "Retrieve more, or read fewer documents")
+            raise wrong("retrieve", problem, "Retrieve more documents, or read fewer documents")
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         del tokenizer
@@ -270,7 +270,7 @@ def _require_documents(documents: int, found: int) -> None:
     """
     if found < documents:
         problem = f"expected at most {found}, as many as there are, but got {documents}"
-        raise wrong("documents", problem, f"Pass --documents {found}")
+        raise wrong("documents", problem, f"For example, use --documents {found}")
 
 
 def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
@@ -283,7 +283,7 @@ def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Ques
     """
     if count > len(rows):
         problem = f"expected at most {len(rows)}, the number of questions, but got {count}"
-        raise wrong("samples_each", problem, f"Pass --samples-each {len(rows)}")
+        raise wrong("samples_each", problem, f"For example, use --samples-each {len(rows)}")
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
     return shuffled[:count]
@@ -361,7 +361,7 @@ def _place_gold(row: Question, documents: int, position: str) -> list[Passage]:
     if not 0 <= other_count <= len(row.near):
         most = len(row.gold) + len(row.near)
         problem = f"expected {len(row.gold)} to {most}, which {row.name} has, but got {documents}"
-        raise wrong("documents", problem, "Pass another --documents")
+        raise wrong("documents", problem, "Use a different value for --documents")
     before = {"beginning": 0, "middle": other_count // 2, "end": other_count}[position]
     others = row.near[:other_count]
     return [*others[:before], *row.gold, *others[before:]]
@@ -388,7 +388,7 @@ def read_rows(path: Path) -> list[Question]:
         problem = (
             f"expected a file of JSON lines in UTF-8, or a .gz of one, but got {path}: {reason}"
         )
-        raise wrong("data", problem, "Pass another file", DocumentError) from None
+        raise wrong("data", problem, "Use a different file", DocumentError) from None
     records = parse_json_lines(text.split("\n"), _FIELDS, path, _REMEDY)
     return [_parse_question(record, path, f"line {number}") for number, record in records.items()]
 
