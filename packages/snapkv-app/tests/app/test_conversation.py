@@ -154,7 +154,7 @@ def test_turns_without_a_chat_template_are_plain_text(demo):
 
     assert next_turn(Plain(), "Who?").text == "\n\nQuestion: Who?\nAnswer:"
     with pytest.raises(
-        InvalidArgumentError, match="chat: the model's chat template does not repeat"
+        InvalidArgumentError, match="chat: the chat template of the model does not contain"
     ):
         next_turn(Forgetful(), "Who?")
     assert next_turn(demo.tokenizer, "Who?").text.startswith("<|im_end|>\n<|im_start|>user\nWho?")

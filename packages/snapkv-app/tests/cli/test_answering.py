@@ -333,14 +333,16 @@ def test_prefill_with_parameters_is_parsed(text, expected):
         ("layer-by-layer:chunk_tokens", "as NAME=VALUE"),
         ("layer-by-layer:chunk_tokens=0", "chunk_tokens: expected"),
         ("layer-by-layer:chunk_tokens=few", "--prefill layer-by-layer:chunk_tokens=4k"),
-        ("layer-by-layer:chunk_tokens=1,chunk_tokens=2", "expected different parameters"),
+        ("layer-by-layer:chunk_tokens=1,chunk_tokens=2", "every parameter can be set only once"),
     ],
 )
 def test_wrong_prefill_is_refused_in_one_line(text, message):
     with pytest.raises(InvalidArgumentError, match=message) as caught:
         read_prefill(text)
     assert "\n" not in str(caught.value)
-    with pytest.raises(InvalidArgumentError, match="expected different ways to read"):
+    with pytest.raises(
+        InvalidArgumentError, match="every way to read prompts can be used only once"
+    ):
         read_prefills(["exact", "exact"])
 
 

@@ -241,7 +241,7 @@ def test_library_interrupted_at_its_first_document_says_how_to_continue(
     monkeypatch.chdir(here)
     for command in COMMANDS:
         said = refused(*command)
-        assert "library: no document of the folder 'lib' was read to its end" in said
+        assert "library: no document in the folder 'lib' was read completely" in said
         assert "Run the same command snapkv library add again, or delete the folder" in said
 
 
@@ -298,7 +298,7 @@ def test_documents_are_compressed_as_the_options_say(snapkv, refused, tiny_only,
     assert snapkv(*add, *options).out.count("skipped") == 3
     assert ("int8" in snapkv("library", "list", "lib").out) == ("--bits" in options)
     said = refused(*add, "--policy", "kvzip", "--keep-ratio", 0.9)
-    assert "policy: this library's documents were read with " in said
+    assert "policy: the documents of this library were read with " in said
     assert "got kvzip(keep_ratio=0.9" in said
     assert "Remove this option, or add the documents to a different library" in said
 
@@ -361,7 +361,7 @@ def test_remove_accepts_names_and_refuses_unknown_ones(snapkv, refused, added):
     garden = added / "papers" / ".." / "papers" / "garden.txt"
     assert snapkv("library", "remove", "lib", garden).out == "removed: papers/garden.txt\n"
     said = refused("ask", "--library", "lib", "-q", "roses")
-    assert "library: the library 'lib' has no documents. Add some with" in said
+    assert "library: the library 'lib' does not contain any documents. Run" in said
 
 
 def test_method_that_reads_twice_is_refused_for_questions(refused, added):
@@ -384,7 +384,7 @@ def test_limit_and_evicted_documents_are_printed(snapkv, refused, added):
     snapkv("ask", "--library", "lib", "-q", "roses", "--documents", 1, "--max-new-tokens", 1)
     bound = f"{max(sizes.values())}B"
     said = refused("library", "limit", "lib", bound)
-    assert "would evict 2 of 3 documents. Pass evict=True (--evict)" in said
+    assert "would evict 2 of the 3 documents. Set evict=True" in said
     done = snapkv("library", "limit", "lib", bound, "--evict")
     assert done.out == "evicted: papers/lease.txt\nevicted: papers/loan.txt\n"
     assert "; at most " in snapkv("library", "list", "lib").out
@@ -412,7 +412,7 @@ def test_full_disk_is_reported_in_one_line_and_earlier_documents_stay(
     monkeypatch.setattr(safetensors.torch, "save_file", save_file)
     done = snapkv("library", "add", "papers", "--to", "lib")
     assert done.status == 1
-    assert "snapkv: error: output: cannot write" in done.err
+    assert "snapkv: error: output: the file" in done.err
     assert "No space left" in done.err
     assert done.err.count("\n") == 1
     assert "2 documents, all" in snapkv("library", "check", "lib").out

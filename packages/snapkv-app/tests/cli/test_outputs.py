@@ -68,7 +68,7 @@ def test_nul_byte_is_refused_in_one_line(refused, document):
     texts = options_of(lambda option: option.kind is str)
     for command, option in texts[::9]:
         said = refused(*command.call(option.flag, "a\0b", document=document))
-        assert "arguments: expected texts without a NUL byte" in said, option.name
+        assert "arguments: an argument cannot contain a NUL byte" in said, option.name
 
 
 @pytest.mark.parametrize(("command", "option"), **named(WRITTEN))
@@ -128,7 +128,7 @@ def test_folder_with_foreign_files_is_refused_for_a_run(
     (given / "notes.txt").write_bytes(FOREIGN)
     done = snapkv(*call)
     assert done.status == 2
-    assert "expected a new or empty folder, or that of the same run" in done.err
+    assert "expected a new or empty folder, or the folder of the same run" in done.err
     assert "with 'notes.txt' in it. Choose a different folder" in done.err
     assert sorted(given.iterdir()) == [left, given / "notes.txt"]
 

@@ -121,12 +121,12 @@ def test_document_above_the_limit_fails_and_evicts_nothing(library, tiny):
     (outcome,) = library.add(tiny.model, tiny.tokenizer, [("long", text_of("long", 300))])
     assert outcome.what == "failed"
     assert re.fullmatch(
-        r"max_bytes: the limit is .* take .*\. Raise it with .*, or remove documents\.",
+        r"max_bytes: the limit is .* take .*\. Use .* to increase the limit, or remove some",
         outcome.reason,
     )
     assert there(library) == sizes
     assert len(list((library.path / "caches").iterdir())) == 3
-    with pytest.raises(InvalidArgumentError, match="Raise it with snapkv library limit"):
+    with pytest.raises(InvalidArgumentError, match="Use snapkv library limit"):
         library.limit(sizes["lease"] - 1)
     with pytest.raises(InvalidArgumentError, match="would evict 2 of 3 documents"):
         library.limit(sizes["lease"])

@@ -217,7 +217,7 @@ def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llam
 
     inline(custom_generate=own, streamer=seen)
     assert seen.tokens[-1] == "end"
-    with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
+    with pytest.raises(InvalidArgumentError, match="use_cache: the value must be True"):
         inline(use_cache=False)
     assert torch.equal(inline(prompt_lookup_num_tokens=3), inline())
 

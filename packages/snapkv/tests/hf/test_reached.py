@@ -88,7 +88,7 @@ def test_the_arguments_name_of_transformers_5_24_is_refused_where_it_would_be_ig
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, POLICY)
     if "past_key_values" in passed(cache):
-        with pytest.raises(CacheMismatchError, match="as past_key_values=cache"):
+        with pytest.raises(CacheMismatchError, match="past_key_values=cache"):
             model(ids, cache=cache)
     model(ids, **passed(cache))
     assert cache.report().kept_tokens == 36

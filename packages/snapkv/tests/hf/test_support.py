@@ -169,7 +169,7 @@ LATER = [
         "llama",
         EVICTS,
         {},
-        "drafts (Medusa, assistant model, prompt lookup) work only with",
+        "drafts (of Medusa, an assistant model or prompt lookup) only work with",
     ),
 ]
 

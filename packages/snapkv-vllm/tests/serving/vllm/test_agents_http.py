@@ -249,7 +249,7 @@ def test_session_belongs_to_its_api_key_and_cannot_be_named_by_others(config, mo
         body = {"model": "demo", "messages": MESSAGES, "agent_hint": "run"}
         answer = client.post(CHAT, json=body, headers={"Authorization": "Bearer mine"})
         assert answer.json()["error"]["message"].startswith(
-            "agent_hint: expected a JSON object, got"
+            "agent_hint: expected a JSON object, but got"
         )
         twice = {"vllm_xargs": {"snapkv_session": "run"}, "agent_hint": {"session_id": "run"}}
         body = {"model": "demo", "messages": MESSAGES} | twice
@@ -394,7 +394,11 @@ def test_requests_without_spans_or_session_are_unchanged(client, site):
         (CHAT, {"snapkv_spans": [{"start": 0, "end": 999, "do": "drop"}]}, "that ends at"),
         (CHAT, {"snapkv_spans": [{"role": "tool", "do": "drop"}]}, "the fields start, end, do"),
         (TEXT, {"snapkv_spans": "["}, "expected a list"),
-        (TEXT, {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]}, "a start below the end"),
+        (
+            TEXT,
+            {"snapkv_spans": [{"start": 3, "end": 3, "do": "drop"}]},
+            "the start must be less than the end",
+        ),
         (
             TEXT,
             {"snapkv_spans": [{"start": 0, "end": 1, "do": "erase"}]},
