@@ -160,7 +160,9 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
         read_context(tiny_model("gemma3_text"), ids, POLICY)
     with pytest.raises(InvalidArgumentError, match="policy: expected KVzip or a policy"):
         read_context(model, ids, AdaKV(SnapKV(BUDGET, window_size=4)))
-    with pytest.raises(InvalidArgumentError, match=r"^policy: .* a second reading .*\. Fill "):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^policy: .* read the prompt a second time.*\. Use "
+    ):
         model(ids, past_key_values=CompressedCache(model, POLICY))
     for none in (ids[0], ids.tolist(), ids.float()):
         with pytest.raises(InvalidTypeError, match="token_ids: expected a"):

@@ -161,7 +161,7 @@ LATER = [
         "llama",
         ExpectedAttention(**BOTH),
         {},
-        "drop works only with a policy that does not need positions",
+        "spans can only be dropped with a policy that does not need positions",
     ),
     (verify_drafts, "linear", SNAPKV, {}, "rejected drafts cannot be removed"),
     (
