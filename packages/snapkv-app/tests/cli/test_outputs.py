@@ -129,7 +129,7 @@ def test_folder_with_foreign_files_is_refused_for_a_run(
     done = snapkv(*call)
     assert done.status == 2
     assert "expected a new or empty folder, or the folder of the same run" in done.err
-    assert "with 'notes.txt' in it. Choose a different folder" in done.err
+    assert ", which contains 'notes.txt'. Choose a different folder" in done.err
     assert sorted(given.iterdir()) == [left, given / "notes.txt"]
 
 

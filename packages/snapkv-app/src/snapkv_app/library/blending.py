@@ -198,7 +198,7 @@ def _refuse_options(cache: CompressedCache, *names: str) -> None:
         if value is not None and value != usual.get(name):
             raise wrong(
                 name,
-                f"the value must be {usual.get(name, 'none')!r}, because the documents were "
+                f"expected {usual.get(name, 'none')!r}, because the documents were "
                 f"compressed and do not contain all tokens, but got {value!r}",
                 f"Remove this argument, or {_WHOLE}",
             )
