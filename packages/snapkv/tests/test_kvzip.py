@@ -167,9 +167,11 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
     for none in (ids[0], ids.tolist(), ids.float()):
         with pytest.raises(InvalidTypeError, match="token_ids: expected a"):
             read_context(model, none, POLICY)
-    with pytest.raises(InvalidArgumentError, match="input_ids, tokens: expected at least 1"):
+    with pytest.raises(
+        InvalidArgumentError, match="input_ids, tokens: expected a value of at least 1"
+    ):
         read_context(model, ids[:, :0], POLICY)
-    with pytest.raises(InvalidArgumentError, match="chunk_tokens: expected at least 1"):
+    with pytest.raises(InvalidArgumentError, match="chunk_tokens: expected a value of at least 1"):
         KVzip(chunk_tokens=0)
 
 

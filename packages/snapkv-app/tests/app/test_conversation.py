@@ -85,7 +85,7 @@ def test_saved_conversation_continues_with_its_own_or_another_recall(tiny, tmp_p
         assert loaded.cache.options["recall"] == told
         answers.append(loaded.ask("Who came that day?").token_ids)
     assert answers == [conversation.ask("Who came that day?").token_ids] * 2
-    with pytest.raises(CacheMismatchError, match=r"recall: .* expected 'host', a folder or None"):
+    with pytest.raises(CacheMismatchError, match=r"recall: .* must be 'host', a folder or None"):
         Conversation.load(tmp_path / "talk", tiny, SHORT, POLICY, recall="none")
     conversation.cache.save(tmp_path / "cache")
     with pytest.raises(CacheFileError, match=r"path: .* contains a cache without a conversation"):

@@ -210,7 +210,7 @@ def test_missing_documents_are_refused_in_both_ways_of_reading(library, tiny):
     for call in (library.inputs, library.token_ids):
         with pytest.raises(LibraryError, match="hits: expected at least one"):
             call(tiny.model, tiny.tokenizer, "Rent?", [])
-        with pytest.raises(LibraryError, match="the document 'lease' was removed"):
+        with pytest.raises(LibraryError, match="the document 'lease' has been removed"):
             call(tiny.model, tiny.tokenizer, "Rent?", hits)
 
 
@@ -350,7 +350,7 @@ def test_invalid_documents_and_names_are_refused(library, tiny):
     with pytest.raises(InvalidTypeError, match="model: expected a PreTrainedModel of transformers"):
         library.add(tiny, tiny.tokenizer, [("a", "Of some length.")])
     library.add(tiny.model, tiny.tokenizer, [("a", "Of some length.")])
-    with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'\. Pass \['a'\]"):
+    with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'\. For example, pass \['a'\]"):
         library.remove("a")
 
 

@@ -180,7 +180,7 @@ def test_a_mask_of_more_columns_than_tokens_is_refused():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, POLICY)
     with pytest.raises(
-        InvalidArgumentError, match=r"attention_mask: .* each of 80 tokens, but got 90"
+        InvalidArgumentError, match=r"attention_mask: .* each of the 80 tokens, but got 90"
     ):
         model.generate(ids, attention_mask=torch.ones(1, 90), past_key_values=cache, **OPTIONS)
 

@@ -110,7 +110,7 @@ def test_a_model_that_replaces_the_cache_is_refused(mode):
     model.__class__ = type("OwnCode", (ReplacesTheCache, type(model)), {})
     cache = CompressedCache(model, POLICY)
     with pytest.raises(
-        UnsupportedModelError, match=r"read 0 of 80 tokens of the prompt into the cache"
+        UnsupportedModelError, match=r"read only 0 of the 80 tokens of the prompt into the cache"
     ):
         model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS, **mode)
     assert not cache.prompt_state.is_announced
