@@ -81,7 +81,7 @@ def run(function, arguments, options):
     here = [t for t in _tensors(must_match, options) if not isinstance(t, Pretended)]
     here = [t for t in here if t.dim() or name in JOINS]
     if len({t.device for t in known} | {t.device for t in here}) > 1 and name not in MOVES:
-        raise RuntimeError(f"{function}: expected all tensors on one device, got several")
+        raise RuntimeError(f"{function}: expected all tensors on one device, but got several")
     on = there[0].device if there else None
     asked = options.get("device")
     if asked is not None:

@@ -150,22 +150,28 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
             read_context(model, ids, policy)
     begun = CompressedCache(model, POLICY)
     begun.layers[0].update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
-    with pytest.raises(CacheMismatchError, match="cache: expected an empty cache, got"):
+    with pytest.raises(CacheMismatchError, match="cache: expected an empty cache, but got"):
         read_twice(model, ids, begun)
-    with pytest.raises(PromptTooLongError, match=r"^input_ids: .* leave none of .* Shorten the t"):
+    with pytest.raises(
+        PromptTooLongError, match=r"^input_ids: .* leave no space .* Use a shorter t"
+    ):
         read_context(short_model(TOKENS + 3), ids, POLICY, instruction_ids=INSTRUCTION)
-    with pytest.raises(UnsupportedModelError, match="model: expected full attention in every"):
+    with pytest.raises(UnsupportedModelError, match="model: every layer must have full attention"):
         read_context(tiny_model("gemma3_text"), ids, POLICY)
     with pytest.raises(InvalidArgumentError, match="policy: expected KVzip or a policy"):
         read_context(model, ids, AdaKV(SnapKV(BUDGET, window_size=4)))
-    with pytest.raises(InvalidArgumentError, match=r"^policy: .* a second reading .*\. Fill "):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^policy: .* read the prompt a second time\. Use "
+    ):
         model(ids, past_key_values=CompressedCache(model, POLICY))
     for none in (ids[0], ids.tolist(), ids.float()):
         with pytest.raises(InvalidTypeError, match="token_ids: expected a"):
             read_context(model, none, POLICY)
-    with pytest.raises(InvalidArgumentError, match="input_ids, tokens: expected at least 1"):
+    with pytest.raises(
+        InvalidArgumentError, match="input_ids, tokens: expected a value of at least 1"
+    ):
         read_context(model, ids[:, :0], POLICY)
-    with pytest.raises(InvalidArgumentError, match="chunk_tokens: expected at least 1"):
+    with pytest.raises(InvalidArgumentError, match="chunk_tokens: expected a value of at least 1"):
         KVzip(chunk_tokens=0)
 
 

@@ -261,7 +261,7 @@ def require_positions(
     raise wrong(
         "prompt",
         f"the prompt of {about}{prompt_tokens:,} tokens and an answer of up to {new_tokens:,} do "
-        f"not fit into the model's {max_tokens:,} positions",
+        f"not fit into the {max_tokens:,} positions of the model",
         ", ".join(["Choose a model with more positions", *remedies]),
         PromptTooLongError,
     )
@@ -509,8 +509,9 @@ def answers_together(
     if settings.temperature:
         raise wrong(
             "temperature",
-            f"expected 0 for answers in a batch, got {settings.temperature}",
-            "Ask the prompts one by one",
+            "the temperature must be 0 to answer several prompts together, but got "
+            f"{settings.temperature}",
+            "Ask the prompts one at a time",
         )
     require_one_reading(policy, "Ask the prompts one by one, with the question hidden from it")
     model, tokenizer = loaded.model, loaded.tokenizer

@@ -192,8 +192,8 @@ class Conversation:
             marks = f" (searched for {', '.join(MARKS)})" if what == "thinking" else ""
             raise wrong(
                 "drop",
-                f"the conversation has nothing left of {what!r} to drop{marks}",
-                "Pass thinking, document or the number of a turn",
+                f"the conversation does not contain any {what!r} that could be dropped{marks}",
+                "Use thinking, document or the number of a turn",
             )
         freed = {name: before[name] - after[name] for name in ("held_bytes", "host_bytes")}
         return {
@@ -216,7 +216,7 @@ class Conversation:
         if not what.isdecimal() or not what.isascii() or len(what) > 9:
             raise wrong(
                 "drop",
-                f"expected thinking, document or the number of a turn, got {what!r:.60}",
+                f"expected thinking, document or the number of a turn, but got {what!r:.60}",
                 "For example, type /drop 1",
             )
         return [part.span for part in turn(self._parts, int(what))]
@@ -304,16 +304,16 @@ class Conversation:
         if recall == NO_RECALL and cache.options["turns"] == "recall":
             raise wrong(
                 "recall",
-                "the conversation was saved with recall, so expected 'host', a folder or None, got "
-                f"{recall!r}",
-                "Leave it out",
+                "the conversation was saved with recall, so the value must be 'host', a folder "
+                f"or None, but got {recall!r}",
+                "Remove this option",
                 CacheMismatchError,
             )
         if "conversation" not in beside:
             raise wrong(
                 "path",
                 f"the file {str(path)!r} contains a cache without a conversation",
-                "Load it with CompressedCache.load",
+                "Use CompressedCache.load to load this file",
                 CacheFileError,
             )
         conversation = cls.__new__(cls)

@@ -89,9 +89,10 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     except OSError as error:
         raise wrong(
             "SNAPKV_CACHE_DIR",
-            f"the folder {folder.parent} cannot store the {path.name} that was unpacked "
-            f"({model.num_parameters() * dtype.itemsize:,} bytes): {error.strerror or error}",
-            "Set SNAPKV_CACHE_DIR to another folder",
+            f"the folder {folder.parent} does not have enough space for the converted file "
+            f"{path.name} ({model.num_parameters() * dtype.itemsize:,} bytes): "
+            f"{error.strerror or error}",
+            "Set SNAPKV_CACHE_DIR to a different folder",
         ) from error
 
 
@@ -106,8 +107,8 @@ def _require_gguf(path: Path) -> None:
     if magic != _MAGIC:
         raise wrong(
             "model",
-            f"expected a file that begins with {_MAGIC!r}, got {magic!r} in {path}",
-            "Download it again, because it is not a GGUF file",
+            f"expected a file that begins with {_MAGIC!r}, but got {magic!r} in {path}",
+            "This is not a GGUF file, so download the file again",
         )
 
 
@@ -129,7 +130,7 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
                 path.parent,
                 gguf_file=path.name,
                 listing="header",
-                remedy="Fetch the file again, or use the original model instead",
+                remedy="Download the file again, or use the original model instead",
                 dtype=dtype,
             )
     except SnapKVError:
@@ -138,8 +139,8 @@ def _unpack(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         raise wrong(
             "model",
             "expected a complete GGUF file of a decoder-only architecture that transformers can "
-            f"read, got {path}: {first_line(error)}",
-            "Download it again, or use the original model instead",
+            f"read, but got {path}: {first_line(error)}",
+            "Download the file again, or use the original model instead",
         ) from error
     # The loader notes that the weights came out of a quantised file, and `save_pretrained` then
     # refuses; they are ordinary tensors by now.

@@ -69,7 +69,7 @@ def decode(name: str, data: bytes) -> str:
         if kind_of(data) is not None:  # compressed data without a NUL byte
             raise not_text(name, data) from error
         raise refused(
-            f"expected {encoding} text, got byte 0x{data[error.start]:02x} at offset "
+            f"expected {encoding} text, but got byte 0x{data[error.start]:02x} at offset "
             f"{error.start:,} in {name}",
             "Convert it with iconv -f WINDOWS-1252 (GB18030 if it is Chinese, WINDOWS-1251 "
             "Russian, SHIFT_JIS Japanese) -t UTF-8",
@@ -94,8 +94,8 @@ def encoding_in_browsers(name: str, declared: str) -> str:
             raise LookupError(declared)
     except LookupError as error:
         raise refused(
-            f"expected a known encoding of text, got {declared!r} declared in {name}",
-            "Convert it to UTF-8",
+            f"{name} declares {declared!r}, which is not a known encoding of text",
+            "Convert the file to UTF-8",
         ) from error
     return encoding
 
@@ -116,7 +116,7 @@ def not_text(name: str, data: bytes) -> SnapKVError:
     remedy = kind.remedy.format(shlex.quote(name)) or (
         "Pass text, Markdown, source code, HTML, PDF or an Office document, or export it as PDF"
     )
-    return refused(f"expected text, got {kind.name} in {name}", remedy)
+    return refused(f"expected text, but got {kind.name} in {name}", remedy)
 
 
 def _declared_encoding(data: bytes) -> str:

@@ -70,9 +70,9 @@ class DocumentProcess:
                     self.close()
         if answer is None:
             raise refused(
-                f"{name} cannot be read in {_SECONDS} seconds and {format_bytes(_MOST_MEMORY)} of "
-                "memory",
-                "Export it as text or PDF, or pass a part of it",
+                f"{name} could not be read within {_SECONDS} seconds and "
+                f"{format_bytes(_MOST_MEMORY)} of memory",
+                "Export the file as text or PDF, or use only a part of it",
             )
         if "missing" in answer:
             raise missing_package(f"file: reading {name}", answer["missing"])

@@ -22,7 +22,7 @@ from snapkv.errors import DocumentError, SnapKVError
 from snapkv_app.decoding import decode, encoding_in_browsers, refused
 from snapkv_app.hidden_text import remove_hidden_elements, remove_hidden_text, unpack
 
-_AGAIN = "Download or export it again"
+_AGAIN = "Download or export the file again"
 
 
 class Reading(NamedTuple):
@@ -62,7 +62,7 @@ def read_document(form: str, name: str, data: bytes) -> Reading:
 def _damaged(name: str, error: Exception) -> SnapKVError:
     """Build the `DocumentError` for a document at which a library has failed with `error`."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return refused(f"expected a complete document, got {name}: {reason}", _AGAIN)
+    return refused(f"expected a complete document, but got {name}: {reason}", _AGAIN)
 
 
 # HTML.
@@ -111,7 +111,7 @@ def _shown_text(markup: str) -> Reading:
     # lxml would refuse an empty page, and a text whose XML declaration names an encoding.
     page = html.document_fromstring(f"<html>{markup}".encode(), parser=parser)
     if any(entry.level == etree.ErrorLevels.FATAL for entry in parser.error_log):
-        raise ValueError("its tags are nested more than 2,048 deep")
+        raise ValueError("the tags of the document are nested more than 2,048 levels deep")
     losses = [_STYLED] if remove_hidden_elements(page) else []
     # inscriptis would draw tables with spaces, as wide as their longest cell in every line.
     cells = CustomHtmlTagHandlerMapping(
@@ -136,7 +136,7 @@ def _end_cell(state: Any) -> None:
 # PDF.
 
 _MOST_PAGES = 50_000
-_OCR = "run it through OCR, for instance ocrmypdf"
+_OCR = "run OCR on the file, for example with ocrmypdf"
 
 
 def _read_pdf(name: str, data: bytes) -> Reading:
@@ -155,14 +155,14 @@ def _read_pdf(name: str, data: bytes) -> Reading:
         if error.err_code == raw.FPDF_ERR_PASSWORD:
             command = f"qpdf --decrypt --password=PASSWORD {shlex.quote(name)} open.pdf"
             raise refused(
-                f"expected a PDF without a password, got the encrypted {name}",
-                f"Decrypt it, for instance with {command}",
+                f"{name} is encrypted and cannot be read without a password",
+                f"Decrypt the file, for example with {command}",
             ) from error
         raise
     if len(pdf) > _MOST_PAGES:
         raise refused(
-            f"expected at most {_MOST_PAGES:,} pages, got {len(pdf):,} in {name}",
-            "Pass a part of it, for instance with qpdf",
+            f"expected at most {_MOST_PAGES:,} pages, but got {len(pdf):,} in {name}",
+            "Split the file, for example with qpdf, and use a part of it",
         )
     pdf.init_forms()
     pages = [_read_page(pdf, number) for number in range(len(pdf))]
@@ -213,7 +213,7 @@ def _pdf_without_text(name: str, pages: int, counts: Counter[str]) -> SnapKVErro
         problem, remedy = "no pages that can be read", _AGAIN
     else:
         problem, remedy = f"{pages:,} blank pages", f"{_AGAIN}, or pass another file"
-    return refused(f"expected a PDF with text, got {name} with {problem}", remedy)
+    return refused(f"expected a PDF with text, but got {name} with {problem}", remedy)
 
 
 def _losses_of_pdf(data: bytes, pages: int, counts: Counter[str]) -> Iterator[str]:
@@ -262,12 +262,15 @@ def _read_mail(name: str, data: bytes) -> Reading:
     import email.policy
 
     if data.lower().count(b"boundary=") > _MOST_MULTIPARTS:
-        raise refused(f"expected at most {_MOST_MULTIPARTS} multiparts, got more in {name}", _PRINT)
+        raise refused(
+            f"expected at most {_MOST_MULTIPARTS} multiparts, but got more in {name}", _PRINT
+        )
     message = email.message_from_bytes(data, policy=email.policy.default)
     fields = (len(value) for part in message.walk() for _, value in part.raw_items())
     if max(fields, default=0) > _MOST_OF_FIELD:
         raise refused(
-            f"expected fields of at most {_MOST_OF_FIELD:,} characters, got more in {name}", _PRINT
+            f"expected fields of at most {_MOST_OF_FIELD:,} characters, but got more in {name}",
+            _PRINT,
         )
     head = [
         f"{key}: {message[key]}" for key in ("Subject", "From", "To", "Cc", "Date") if message[key]
@@ -302,7 +305,7 @@ def _read_notebook(name: str, data: bytes) -> Reading:
         parts = ["".join(part) for cell in cells for part in _parts_of(cell)]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise refused(
-            f"expected a Jupyter notebook in format 4, got {name}",
+            f"expected a Jupyter notebook with format 4, but got {name}",
             f"Export it with jupyter nbconvert --to markdown {shlex.quote(name)}",
         ) from error
     return Reading("\n\n".join(part.strip("\n") for part in parts if part.strip()), [])

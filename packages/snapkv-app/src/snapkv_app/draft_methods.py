@@ -50,8 +50,8 @@ def prompt_lookup(tokens: int) -> DraftMethod:
     if tokens < 1:
         raise wrong(
             "prompt_lookup",
-            f"expected at least 1 token to draft, got {tokens}",
-            "For example, pass 10",
+            f"expected at least 1 token to draft, but got {tokens}",
+            "For example, use 10",
         )
     return DraftMethod(name="prompt-lookup", options={"prompt_lookup_num_tokens": tokens})
 

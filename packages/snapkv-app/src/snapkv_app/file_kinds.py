@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-_PHOTO = "Run it through OCR, for instance tesseract"
-_SOUND = "Pass a transcript, for instance from whisper"
+_PHOTO = "Run OCR on the file, for example with tesseract"
+_SOUND = "Use a transcript of the recording, for example from whisper"
 _OFFICE = "Export it as PDF"
 
 
@@ -23,7 +23,7 @@ class FileKind(NamedTuple):
 
 
 def _unpack(command: str) -> str:
-    return f"Unpack it, for instance with {command}, and pass what was in it"
+    return f"Unpack the file, for example with {command}, and use the files that it contains"
 
 
 _BEGINNINGS: tuple[tuple[int, bytes, FileKind], ...] = (
@@ -39,7 +39,7 @@ _BEGINNINGS: tuple[tuple[int, bytes, FileKind], ...] = (
     (0, b"PK\x05\x06", FileKind("an empty ZIP archive")),
     (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", FileKind("an old Office document", _OFFICE)),
     (0, b"SQLite format 3\0",
-     FileKind("an SQLite database", "Export its text, for instance with sqlite3 {} .dump")),
+     FileKind("an SQLite database", "Export its text, for example with sqlite3 {} .dump")),
     (0, b"PAR1", FileKind("a Parquet table", "Export it as CSV")),
     (0, b"\x89HDF\r\n\x1a\n", FileKind("an HDF5 file")),
     (0, b"\x93NUMPY", FileKind("a NumPy array")),

@@ -72,7 +72,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise wrong(
             "model",
-            f"expected a JSON object in {file}, got "
+            f"expected a JSON object in {file}, but got "
             f"{found if isinstance(found, Exception) else type(found).__name__}",
             "Download the model again",
         )

@@ -122,16 +122,16 @@ def search(library: Library, question: str, documents: int) -> tuple[list[Hit], 
     if not hits and not library.documents:
         raise wrong(
             "library",
-            f"the library {str(library.path)!r} has no documents",
-            f"Add some with snapkv library add FILES --to {place}",
+            f"the library {str(library.path)!r} does not contain any documents",
+            f"Run snapkv library add FILES --to {place} to add documents",
             DocumentError,
         )
     if not hits:
         raise wrong(
             "question",
             f"no word of {question!r} occurs in the documents of {str(library.path)!r}",
-            f"Use other words (snapkv library list {place} names the documents), or name files "
-            "instead of --library",
+            f"Use different words (run snapkv library list {place} to see the documents), or use "
+            "files instead of --library",
             DocumentError,
         )
     return hits, 1000 * (time.perf_counter() - start)
@@ -163,7 +163,7 @@ def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) 
         raise wrong(
             "library",
             " and ".join(changes.values()),
-            f"Run {add}, or pass --allow-changed to answer from the text that was read",
+            f"Run {add}, or use --allow-changed to answer from the text that was read",
             LibraryError,
         )
     return [f"{change}; the answer uses the text that was read" for change in changes.values()]

@@ -54,7 +54,7 @@ def not_found(got: str, remedy: str, expected: str = _ANY, argument: str = "mode
         expected: what `argument` may be.
         argument: the name of the argument.
     """
-    return wrong(argument, f"expected {expected}, got {got}", remedy, ModelNotFoundError)
+    return wrong(argument, f"expected {expected}, but got {got}", remedy, ModelNotFoundError)
 
 
 def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model") -> Path | None:
@@ -74,17 +74,17 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
         MissingDependencyError: the demo model is not installed.
     """
     if not name.strip():
-        raise not_found("an empty name", f"Pass a name, such as {DEMO}", argument=argument)
+        raise not_found("an empty name", f"For example, use {DEMO}", argument=argument)
     path = demo_file() if name == DEMO else Path(name).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            remedy = "Pass the folder that contains the model's config.json"
+            remedy = "Use the folder that contains the config.json of the model"
             expected = "a .gguf file, a folder or a hub id"
             raise not_found(f"the file {name}", remedy, expected, argument)
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            remedy = "Pass the folder that save_pretrained wrote"
+            remedy = "Use a folder that was written by save_pretrained"
             raise not_found(f"{name} without one", remedy, "a folder with a config.json", argument)
         return path
     fault, is_path = link_fault(path), name.startswith((".", "~", os.sep)) or name.count("/") > 1
@@ -93,9 +93,9 @@ def local_place(name: str, also: Iterable[str] = (), *, argument: str = "model")
         raise not_found(f"{name!r}{fault}", remedy, "an existing file or folder", argument)
     if name.strip("/").count("/") == 1 or name in _WITHOUT_OWNER or _is_cached(name, None):
         return None
-    remedy = nearest(name, known_names(also), "Check the spelling")
+    remedy = nearest(name, known_names(also), "Check the spelling of the name")
     if (shape := shape_of(name)) is not None:
-        remedy = f"The weights of that shape are in {SHAPES[shape].repository}"
+        remedy = f"The weights of a model with this shape are in {SHAPES[shape].repository}"
     raise not_found(f"{name!r}", remedy, f"{_ANY} such as Qwen/Qwen3-4B", argument)
 
 
@@ -150,8 +150,9 @@ def hub_options(
     if revision and not source.on_hub:
         raise wrong(
             "revision",
-            f"only models of the hub have revisions, got {revision!r} with files of this machine",
-            "Leave it out",
+            f"only models from the hub have revisions, but got {revision!r} with files on this "
+            "machine",
+            "Remove this option",
         )
     if not source.on_hub or _is_reachable(name, revision):
         return options
@@ -159,9 +160,9 @@ def hub_options(
         why = f"{constants.ENDPOINT} did not answer within {_TIMEOUT_SECONDS} seconds"
         if constants.HF_HUB_OFFLINE:
             why = "this process is offline (HF_HUB_OFFLINE)"
-        remedy = "Pass the folder of a model on this machine"
+        remedy = "Use the folder of a model on this machine"
         raise not_found(
-            f"{name!r}: it is not in the hub's cache on this machine, and {why}",
+            f"{name!r}, which is not in the cache of the hub on this machine, and {why}",
             nearest(name, known_names(also), remedy),
         )
     return options | {"local_files_only": True}

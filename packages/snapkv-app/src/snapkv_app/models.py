@@ -182,7 +182,7 @@ def chosen_device(name: str) -> torch.device:
         raise wrong(
             "device",
             f"expected auto, cpu or a device that torch {torch.__version__} has on this machine, "
-            f"such as cuda:0, got {name!r}",
+            f"such as cuda:0, but got {name!r}",
             "Pass auto",
         ) from error
     return torch.device(name)
@@ -232,9 +232,9 @@ def _outline(config: Any, trust_remote_code: bool, options: Mapping[str, Any]) -
     if config.is_encoder_decoder:
         raise wrong(
             "model",
-            f"expected a decoder-only model, got the encoder-decoder {config.model_type}, whose "
-            "prompt is not stored in a key-value cache",
-            "Choose a decoder-only model",
+            f"expected a decoder-only model, but got the encoder-decoder {config.model_type}, "
+            "whose prompt is not stored in a key-value cache",
+            "Use a decoder-only model instead",
             UnsupportedModelError,
         )
     own = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
@@ -265,15 +265,17 @@ def _explained(name: str) -> Iterator[None]:
     except SafetensorError as error:
         raise wrong(
             "model",
-            f"expected complete safetensors files in {name!r}, got {first_line(error)}",
+            f"the safetensors files in {name!r} could not be read: {first_line(error)}",
             "Download the model again",
         ) from error
     except OSError as error:
-        remedy = nearest(name, known_names(), "Check the name, and whether you may read the model")
+        remedy = nearest(
+            name, known_names(), "Check the name, and check whether you have access to the model"
+        )
         raise not_found(f"{name!r}: {first_line(error).rstrip('.')}", remedy) from error
     except (ImportError, ValueError, KeyError) as error:
         kind = MissingDependencyError if isinstance(error, ImportError) else UnsupportedModelError
         raise kind(
-            f"model: expected a causal language model that transformers can load here, got "
+            f"model: expected a causal language model that transformers can load here, but got "
             f"{name!r}: {first_line(error)}"
         ) from error

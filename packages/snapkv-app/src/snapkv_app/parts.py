@@ -87,7 +87,7 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Spoken
     if not getattr(tokenizer, "is_fast", False):
         return []
     offsets, own = (
-        prompt.offsets(tokenizer, "document", "Pass a fast tokenizer"),
+        prompt.offsets(tokenizer, "document", "Use a fast tokenizer"),
         prompt.system_characters,
     )
     bounds = [("system", 0, own), ("user", own, len(prompt.text))]
@@ -116,8 +116,9 @@ def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
     if not 1 <= number <= len(questions):
         raise wrong(
             "drop",
-            f"expected the number of one of the {len(questions)} turns so far, got {number}",
-            "Count the turns from 1",
+            f"expected the number of one of the {len(questions)} turns of the conversation, but "
+            f"got {number}",
+            "The first turn has the number 1",
         )
     begin, stop = questions[number - 1], [*questions, len(parts)][number]
     return list(parts[begin:stop])

@@ -140,7 +140,7 @@ class PassageChoice:
         raise wrong(
             "question",
             f"no word of {self._question!r} occurs in the documents",
-            "Use other words",
+            "Use different words",
             DocumentError,
         )
 

@@ -76,14 +76,15 @@ class Prompt:
         if tokens == 0:
             raise wrong(
                 "context",
-                "the prompt has no token before the hidden question",
+                "the prompt does not have any tokens before the hidden question",
                 "Add a document, or let the question vote",
             )
         if tokens == len(ids):
             raise wrong(
                 "question",
-                "the prompt has no token after the context, from which the question is hidden",
-                "Add a question, or leave context_characters out",
+                "the prompt does not have any tokens after the context, from which the question "
+                "is hidden",
+                "Add a question, or remove context_characters",
             )
         return tokens
 
@@ -121,8 +122,9 @@ class Prompt:
         if place < 0:
             raise wrong(
                 "question",
-                f"it cannot be hidden, because the template has rewritten {self.question[:40]!r}",
-                "Use the template none, or let the question vote",
+                "the question cannot be hidden, because the chat template has changed "
+                f"{self.question[:40]!r}",
+                "Use the template none, or let the question vote as well",
             )
         return replace(self, context_characters=place)
 
@@ -144,7 +146,7 @@ class Prompt:
         if not getattr(tokenizer, "is_fast", False):
             raise wrong(
                 argument,
-                "expected a tokenizer that reports the offsets of its tokens, got "
+                "expected a tokenizer that reports the offsets of its tokens, but got "
                 f"{type(tokenizer).__name__}",
                 remedy,
             )
@@ -194,9 +196,9 @@ def require_unicode(argument: str, text: str) -> None:
     if surrogate := re.search(r"[\ud800-\udfff]", text):
         raise wrong(
             argument,
-            f"expected Unicode text, got {text[surrogate.start() :][:40]!r}, which begins with a "
-            "byte that is not UTF-8",
-            "Encode it in UTF-8",
+            f"expected Unicode text, but got {text[surrogate.start() :][:40]!r}, which begins "
+            "with a byte that is not UTF-8",
+            "Encode the text in UTF-8",
         )
 
 
@@ -209,7 +211,7 @@ def require_question(question: str) -> None:
     if not question.strip():
         raise wrong(
             "question",
-            "expected a question, got an empty text",
+            "expected a question, but got an empty text",
             "Write a question",
         )
     require_unicode("question", question)
@@ -255,8 +257,8 @@ def chat_prompt(tokenizer: Any, text: str, question: str = "", *, answer_start: 
     if not tokenizer.chat_template:
         raise wrong(
             "chat",
-            "the model has no chat template",
-            "Leave chat out",
+            "the model does not have a chat template",
+            "Remove the option chat",
         )
     turns = [{"role": "user", "content": quoted(tokenizer, text)}]
     turn = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -287,8 +289,8 @@ def next_turn(tokenizer: Any, question: str) -> Prompt:
     if not found:
         raise wrong(
             "chat",
-            "the model's chat template does not repeat earlier answers",
-            "Ask every question in a new conversation",
+            "the chat template of the model does not contain the earlier answers",
+            "Start a new conversation for every question",
         )
     return Prompt.written(behind, question=question)
 

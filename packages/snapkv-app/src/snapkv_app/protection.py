@@ -38,8 +38,8 @@ class Protection:
         if not all(text.strip() for text in self.texts):
             raise wrong(
                 "protect",
-                "expected a text of the prompt, got an empty one",
-                "Copy some text of the prompt",
+                "expected a text that occurs in the prompt, but got an empty text",
+                "Copy a part of the text from the prompt",
             )
 
     def spans(
@@ -96,8 +96,8 @@ class Protection:
             if self.system:
                 raise wrong(
                     "protect_system",
-                    "the chat template writes no system message into this prompt",
-                    "Leave it out",
+                    "the prompt does not contain a system message",
+                    "Remove this option",
                 )
             return []
         try:
@@ -132,8 +132,8 @@ def _occurrences(prompt: Prompt, text: str, tokenizer: Any) -> list[Span]:
     if not found:
         raise wrong(
             "protect",
-            f"the prompt does not contain {text[:60]!r}",
-            "Copy it from the prompt",
+            f"the prompt does not contain the text {text[:60]!r}",
+            "Copy the text from the prompt",
         )
     return found
 
@@ -158,7 +158,7 @@ def tokens_of(offsets: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
-    return prompt.offsets(tokenizer, "protect", "Pass --protect-first")
+    return prompt.offsets(tokenizer, "protect", "Use the option --protect-first instead")
 
 
 def _fits(policy: Policy, spans: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:

@@ -33,20 +33,21 @@ class GenerationSettings:
         if self.min_new_tokens > self.max_new_tokens:
             raise wrong(
                 "min_new_tokens",
-                f"expected at most max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}",
-                "Pass a smaller number",
+                f"the value must be at most max_new_tokens={self.max_new_tokens}, but got "
+                f"{self.min_new_tokens}",
+                "Use a smaller value",
             )
         if "" in self.stop_strings:
             raise wrong(
                 "stop_strings",
-                "an empty text would end every answer at once",
-                "Leave it out",
+                "an empty text would end every answer immediately",
+                "Remove this option",
             )
         drawn = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
         if self.temperature != 0 and not drawn:
             raise wrong(
                 "temperature",
-                f"expected 0, or a finite number of at least {MIN_TEMPERATURE}, got "
+                f"the value must be 0 or a finite number of at least {MIN_TEMPERATURE}, but got "
                 f"{self.temperature}",
-                "Pass 0 for greedy decoding, or 1 to sample",
+                "Use 0 for greedy decoding, or use 1 for sampling",
             )

@@ -92,11 +92,17 @@ def read(
     """
     if not sources:
         raise wrong(
-            "files", "expected at least one file, got none", "Pass a file or -", DocumentError
+            "files",
+            "expected at least one file, but got none",
+            "Use the name of a file, or - for standard input",
+            DocumentError,
         )
     if list(sources).count(STDIN) > 1:
         raise wrong(
-            "files", "expected - at most one time, got it again", "Pass - one time", DocumentError
+            "files",
+            "expected standard input (-) only once, but got it again",
+            "Use - only once",
+            DocumentError,
         )
     files = _Files(without)
     found = [document for source in sources for document in files.read(source)]
@@ -157,11 +163,15 @@ class _Files:
         if source == STDIN:
             return [self._parsed(None, self._content(sys.stdin.buffer, None))]
         if not source:
-            raise refused("expected a file or folder, got an empty name", "Pass a path or -")
+            raise refused(
+                "expected a file or folder, but got an empty name",
+                "Use the name of a file, or - for standard input",
+            )
         if "://" in source and not os.path.lexists(source):
             raise refused(
-                f"expected a file or folder, got the address {source!r}, which is not fetched",
-                "Download it and pass the file",
+                f"expected a file or folder, but got the address {source!r}, which cannot be "
+                "downloaded",
+                "Download the file first, and use the name of the file",
             )
         path = Path(source)
         try:
@@ -196,9 +206,9 @@ class _Files:
                 first = next(iter(reasons.values()))
                 unread = f", or cannot be read ({len(reasons):,} of them: {first})"
             raise refused(
-                f"expected a folder with text files, but all files in {folder} are hidden, empty "
-                f"or binary{unread}",
-                "Pass a folder with text files",
+                f"expected a folder that contains text files, but all files in {folder} are "
+                f"hidden, empty or binary{unread}",
+                "Use a folder that contains text files",
             )
         self.notices |= {f"skipped: {name}": reason for name, reason in reasons.items()}
         return found
@@ -266,8 +276,8 @@ class _Files:
         if path is not None and path.suffix.lower() in (".json", ".jsonl"):
             text = _ESCAPED.sub(_unescaped, text)
         if not text.strip():
-            problem = "; ".join([f"expected text, got nothing in {name}", *losses])
-            raise refused(problem, "Pass a file with text")
+            problem = "; ".join([f"{name} contains no text", *losses])
+            raise refused(problem, "Use a file that contains text")
         if losses:
             self.notices[f"partly read: {name}"] = "; ".join(losses)
         # A pipe such as <(command) cannot be read again, so it has no source.
@@ -304,15 +314,15 @@ def _too_much(path: Path | None) -> SnapKVError:
     """Build the `DocumentError` for sources that have too much text with the file at `path`."""
     most, largest = format_bytes(_MOST_BYTES), format_bytes(_MOST_DOCUMENT_BYTES)
     bounds = f"expected at most {most} of text, and documents of at most {largest}"
-    remedy = "Pass less, for instance a part that split -C 32M makes"
-    return wrong("file", f"{bounds}, got more with {_name_of(path)}", remedy, _TooMuchError)
+    remedy = "Use a smaller file, for example a part that was made by split -C 32M"
+    return wrong("file", f"{bounds}, but got more with {_name_of(path)}", remedy, _TooMuchError)
 
 
 def _unreadable(error: OSError, name: str) -> SnapKVError:
     """Build the `DocumentError` for a file that the system cannot read."""
     place = printable(str(error.filename or name))
-    problem = f"expected a readable file, got {place}: {error.strerror}"
-    return refused(problem, "Pass one that can be read")
+    problem = f"{place} could not be read: {error.strerror}"
+    return refused(problem, "Use a file that can be read")
 
 
 def _require_file(path: Path) -> None:
@@ -325,19 +335,19 @@ def _require_file(path: Path) -> None:
     if path.is_file() or path.is_fifo():
         return
     if path.exists():
-        problem = f"expected a regular file or folder, got the device {path}"
-        raise refused(problem, "Pass a file, or - for standard input")
+        problem = f"expected a regular file or folder, but got the device {path}"
+        raise refused(problem, "Use a regular file, or use - for standard input")
     names = os.listdir(path.parent) if path.parent.is_dir() else ()
     got = f"{printable(str(path))}{link_fault(path)}"
     remedy = nearest(path.name, names, where_to_look(path))
-    raise refused(f"expected an existing file or folder, got {got}", remedy)
+    raise refused(f"expected an existing file or folder, but got {got}", remedy)
 
 
 def where_to_look(path: Path) -> str:
     """Return the remedy of an error about a missing file: where to look for it."""
     if not path.parent.is_dir():
-        return f"There is no folder {path.parent}"
-    return f"See ls {shlex.quote(str(path.parent))}"
+        return f"There is no folder with the name {path.parent}"
+    return f"Run ls {shlex.quote(str(path.parent))} to see the files"
 
 
 def link_fault(path: Path) -> str:
@@ -349,9 +359,9 @@ def link_fault(path: Path) -> str:
         path.stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return ", whose symbolic links lead in a loop"
+            return ", which contains a loop of symbolic links"
         if path.is_symlink():
-            return f", a symbolic link to {os.readlink(path)}, which is not there"
+            return f", which is a symbolic link to {os.readlink(path)}, which does not exist"
     return ""
 
 

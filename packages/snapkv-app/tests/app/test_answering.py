@@ -60,7 +60,7 @@ def test_prompts_of_a_batch_are_answered_as_they_are_alone(tiny, prompt):
     prompts, policy = [prompt, Prompt(text="The gate opens at"), prompt], SnapKV(48)
     alone = [answer(tiny, each, policy, SHORT).text for each in prompts]
     assert answers_together(tiny, prompts, policy, SHORT) == alone
-    with pytest.raises(InvalidArgumentError, match="temperature: expected 0 for answers"):
+    with pytest.raises(InvalidArgumentError, match="temperature: the temperature must be 0"):
         answers_together(tiny, prompts, policy, settings(temperature=1.0))
 
 
@@ -310,8 +310,12 @@ def test_token_across_the_end_of_the_context_belongs_to_the_question(tiny, insid
 @pytest.mark.parametrize(
     ("text", "characters", "said"),
     [
-        ("Underneath.", 3, "context: the prompt has no token before the hidden question"),
-        ("Here.", 5, "question: the prompt has no token after the context"),
+        (
+            "Underneath.",
+            3,
+            "context: the prompt does not have any tokens before the hidden question",
+        ),
+        ("Here.", 5, "question: the prompt does not have any tokens after the context"),
     ],
 )
 def test_empty_and_complete_contexts_are_refused(tiny, text, characters, said):

@@ -284,22 +284,22 @@ UNLOADABLE = {
     "without norms": (
         gguf_with(without=["output_norm.weight", "blk.0.attn_norm.weight"]),
         InvalidArgumentError,
-        "without model.layers.0.input_layernorm.weight, model.norm.weight. Fetch the file again",
+        "without model.layers.0.input_layernorm.weight, model.norm.weight. Download the file again",
     ),
     "without embedding": (
         gguf_with(without=["token_embd.weight"]),
         InvalidArgumentError,
-        "without lm_head.weight, model.embed_tokens.weight. Fetch the file again",
+        "without lm_head.weight, model.embed_tokens.weight. Download the file again",
     ),
     "other shape": (
         gguf_with(**{"blk.0.ffn_up.weight": (48, HIDDEN)}),
         InvalidArgumentError,
-        "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32). Fetch the file again",
+        "with model.layers.0.mlp.up_proj.weight (48, 32) instead of (64, 32). Download the",
     ),
     "t5": (only_config(T5Config()), UnsupportedModelError, "the encoder-decoder t5"),
-    "mamba": (only_config(MambaConfig()), UnsupportedModelError, "full attention, got Mamba"),
+    "mamba": (only_config(MambaConfig()), UnsupportedModelError, "full attention, but got Mamba"),
     "clip": (only_config(AutoConfig.for_model("clip")), UnsupportedModelError, "causal language"),
-    "broken": (broken_safetensors, InvalidArgumentError, "complete safetensors files"),
+    "broken": (broken_safetensors, InvalidArgumentError, "the safetensors files"),
     "more layers": (
         other_config(num_hidden_layers=2),
         InvalidArgumentError,
@@ -323,7 +323,7 @@ def test_unloadable_model_is_refused_in_one_line(tmp_path, name):
     ("options", "message"),
     [
         ({"device": "meta"}, "device: expected auto, cpu or a device"),
-        ({"dtype": "flaot32"}, "Pass float32"),
+        ({"dtype": "flaot32"}, "For example, use float32"),
         ({"attn_implementation": "magic"}, "attn_implementation: expected one of eager, "),
     ],
 )

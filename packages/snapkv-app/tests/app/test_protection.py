@@ -76,7 +76,7 @@ def test_template_without_a_system_message_protects_none(demo, before, message):
 def test_unprotectable_system_message_warns_or_fails_on_request(demo, capsys):
     prompt = question_prompt(demo.tokenizer, DOCUMENT, "Which word?")
     ratio = SnapKV(keep_ratio=0.02, window_size=8)
-    small, moving = "expected", r"StreamingLLM\(budget=100, .* numbers tokens by their place"
+    small, moving = "expected", r"StreamingLLM\(budget=100, .* counts positions"
     for policy, problem in (
         (SnapKV(budget=20, window_size=8), small),
         (ratio, small),
@@ -122,7 +122,7 @@ def test_system_message_protected_by_default_fits_budget_in_bytes(
         (
             {"first_tokens": 40},
             StreamingLLM(100),
-            r"protect: StreamingLLM\(budget=100, .* by their place .*\. Pass positions='original'",
+            r"protect: StreamingLLM\(budget=100, .* in the cache .*\. Set positions='original'",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_requested_protection_that_does_not_fit_is_the_only_message(
 
 def test_protected_text_missing_from_the_prompt_is_refused(demo):
     prompt = Prompt(text=DOCUMENT)
-    with pytest.raises(InvalidArgumentError, match=r"the prompt does not contain 'g\.te'"):
+    with pytest.raises(InvalidArgumentError, match=r"the prompt does not contain the text 'g\.te'"):
         Protection(texts=("g.te",)).spans(prompt, SnapKV(), demo.tokenizer)
     with pytest.raises(InvalidArgumentError, match="empty"):
         Protection(texts=(" ",))

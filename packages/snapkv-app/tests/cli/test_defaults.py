@@ -49,11 +49,14 @@ def test_table_of_config_names_every_option(snapkv, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("trust_remote_code = true", "sets 'trust_remote_code', which has no default that a file"),
-        ("budget = true", "sets budget to True, not to a text or a whole number. Correct it."),
-        ("budget = [1]", "sets budget to [1], not to a text"),
-        ("budget =", "cannot be read as TOML (Invalid value"),
-        ("# " + "x" * (1 << 20), "cannot be read as TOML (it is larger than 1,048,576 bytes)"),
+        ("trust_remote_code = true", "sets 'trust_remote_code', but a default for this option"),
+        ("budget = true", "the value of budget must be a text or a whole number, but got True"),
+        ("budget = [1]", "the value of budget must be a text or a whole number, but got [1]"),
+        ("budget =", "the file is not a valid TOML file (Invalid value"),
+        (
+            "# " + "x" * (1 << 20),
+            "the file is not a valid TOML file (the file is larger than 1,048,576 bytes)",
+        ),
     ],
 )
 def test_file_that_sets_an_unknown_default_is_refused(refused, here, text, said):
@@ -88,7 +91,9 @@ def test_closed_standard_output_is_one_line_with_json_too():
     code = "import sys; from snapkv_app.cli.app import run; sys.exit(run(['ask', '--json']))"
     done = run_python("-c", code, preexec_fn=lambda: os.close(1))
     assert done.returncode == 1
-    assert done.stderr.startswith("snapkv: error: output: standard output is closed. Open it")
+    assert done.stderr.startswith(
+        "snapkv: error: output: standard output is closed. Open standard output"
+    )
     assert done.stderr.count("\n") == 1
 
 

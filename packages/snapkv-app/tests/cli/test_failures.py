@@ -134,7 +134,9 @@ def test_full_standard_error_leaves_the_exit_status():
 
 def require_one_line(done, name):
     assert done.status == 1
-    assert f"snapkv: error: output: cannot write '{name}': No space left" in done.err
+    assert (
+        f"snapkv: error: output: the file '{name}' could not be written: No space left" in done.err
+    )
     assert "Traceback" not in done.err
     assert done.err.count("snapkv: error:") == 1
 

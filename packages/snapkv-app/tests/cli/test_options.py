@@ -258,7 +258,7 @@ def test_too_small_budget_is_refused_with_the_smallest_one(given, least, budget)
     with pytest.raises(InvalidArgumentError) as error:
         RunOptions(**given, budget=budget)
     said = str(error.value)
-    assert f"at least {least} " in said or f"more than window_size={least - 1}," in said
+    assert f"at least {least} " in said or f"above window_size={least - 1}," in said
     assert build_policy(RunOptions(**given, budget=least))
     with pytest.raises(InvalidArgumentError):
         RunOptions(**given, budget=least - 1)

@@ -58,7 +58,7 @@ def test_existing_file_is_refused_and_unchanged(refused, document, tmp_path, com
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(FOREIGN)
         said = refused(*command.call(option.flag, given, document=document))
-        assert f"{option.name}: the file {str(file)!r} exists already" in said
+        assert f"{option.name}: the file {str(file)!r} already exists" in said
         assert ("--force" in said) == (not option.mark(Output).is_added_to)
         assert file.read_bytes() == FOREIGN
         file.unlink()
@@ -68,7 +68,7 @@ def test_nul_byte_is_refused_in_one_line(refused, document):
     texts = options_of(lambda option: option.kind is str)
     for command, option in texts[::9]:
         said = refused(*command.call(option.flag, "a\0b", document=document))
-        assert "arguments: expected texts without a NUL byte" in said, option.name
+        assert "arguments: an argument cannot contain a NUL byte" in said, option.name
 
 
 @pytest.mark.parametrize(("command", "option"), **named(WRITTEN))
@@ -95,7 +95,7 @@ def test_input_file_is_never_overwritten(refused, document, here, link):
         read = {"in a folder": here, "relative": Path("page.html")}.get(link, file)
     given = "page.html" if link == "itself" else file
     call = ("inspect", document, "-q", "Why?", "-o", given, "--model", read, "--force")
-    assert "is one of the inputs" in refused(*call)
+    assert "is also one of the input files" in refused(*call)
     assert file.read_bytes() == FOREIGN
 
 
@@ -128,8 +128,8 @@ def test_folder_with_foreign_files_is_refused_for_a_run(
     (given / "notes.txt").write_bytes(FOREIGN)
     done = snapkv(*call)
     assert done.status == 2
-    assert "expected a new or empty folder, or that of the same run" in done.err
-    assert "with 'notes.txt' in it. Choose another folder" in done.err
+    assert "expected a new or empty folder, or the folder of the same run" in done.err
+    assert ", which contains 'notes.txt'. Choose a different folder" in done.err
     assert sorted(given.iterdir()) == [left, given / "notes.txt"]
 
 
@@ -138,7 +138,7 @@ def test_file_on_standard_input_is_never_overwritten(tmp_path, document):
         call = ("inspect", "-", "-q", "Why?", "-o", str(document), "--force")
         done = run_python("-m", "snapkv_app", *call, stdin=stdin)
     assert done.returncode == 2
-    assert "is one of the inputs" in done.stderr
+    assert "is also one of the input files" in done.stderr
 
 
 def test_interrupted_command_says_that_it_can_continue():

@@ -155,7 +155,7 @@ def test_answer_is_not_stopped_with_the_reading(snapkv, long, machine):
 )
 def test_time_that_is_no_number_of_seconds_is_refused(refused, nothing_is_loaded, long, limit):
     message = refused("ask", long, *QUESTION, "--passages", limit)
-    assert "passages: expected tokens, or tokens and seconds such as 4k,90s, got" in message
+    assert "passages: expected tokens, or tokens and seconds such as 4k,90s, but got" in message
 
 
 def test_passages_that_fit_are_read_in_the_order_of_the_text(snapkv, tiny_only, here):

@@ -97,8 +97,8 @@ BAD_METHODS = (
     "--policy adakv --budget 64 --set budget=128",
 )
 NO_NUMBER = (
-    "expected a whole number such as 4096, 4k or 1.5k, got 'many'",
-    f"a share such as 12%, bytes such as 64MiB, or {AUTO}, got 'many'",
+    "expected a whole number such as 4096, 4k or 1.5k, but got 'many'",
+    f"a share such as 12%, a size such as 64MiB, or {AUTO}, but got 'many'",
 )
 
 
@@ -147,7 +147,7 @@ def test_known_devices_equal_those_of_torch():
 
 def test_repeated_option_is_refused_by_name(refused, document):
     said = refused("ask", document, "-q", "Who?", "--question", "Why?")
-    assert said.startswith("snapkv: error: question: --question is given 2 times")
+    assert said.startswith("snapkv: error: question: the option --question is used 2 times")
 
 
 def test_missing_assistant_is_reported_as_assistant(snapkv, tiny, document, monkeypatch):

@@ -121,12 +121,13 @@ def test_document_above_the_limit_fails_and_evicts_nothing(library, tiny):
     (outcome,) = library.add(tiny.model, tiny.tokenizer, [("long", text_of("long", 300))])
     assert outcome.what == "failed"
     assert re.fullmatch(
-        r"max_bytes: the limit is .* take .*\. Raise it with .*, or remove documents\.",
+        r"max_bytes: the limit is .* take .*\. "
+        r"Use .* to increase the limit, or remove some of the documents\.",
         outcome.reason,
     )
     assert there(library) == sizes
     assert len(list((library.path / "caches").iterdir())) == 3
-    with pytest.raises(InvalidArgumentError, match="Raise it with snapkv library limit"):
+    with pytest.raises(InvalidArgumentError, match="Use snapkv library limit"):
         library.limit(sizes["lease"] - 1)
     with pytest.raises(InvalidArgumentError, match="would evict 2 of 3 documents"):
         library.limit(sizes["lease"])
@@ -163,7 +164,7 @@ def test_library_has_no_limit_until_one_is_set(library, tiny):
     with torch.no_grad():
         assert library.inputs(tiny.model, tiny.tokenizer, "Rent?", hits)
     file.write_text(file.read_text().replace(str(10**9), '"much"'))
-    with pytest.raises(LibraryError, match=r"expected the format 'snapkv library 2'"):
+    with pytest.raises(LibraryError, match=r"with the format 'snapkv library 2'"):
         Library(library.path)
 
 

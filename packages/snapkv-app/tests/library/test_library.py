@@ -211,7 +211,7 @@ def test_missing_documents_are_refused_in_both_ways_of_reading(library, tiny):
     for call in (library.inputs, library.token_ids):
         with pytest.raises(LibraryError, match="hits: expected at least one"):
             call(tiny.model, tiny.tokenizer, "Rent?", [])
-        with pytest.raises(LibraryError, match="the document 'lease' was removed"):
+        with pytest.raises(LibraryError, match="the document 'lease' has been removed"):
             call(tiny.model, tiny.tokenizer, "Rent?", hits)
 
 
@@ -317,9 +317,9 @@ def test_invalid_path_is_refused_by_its_argument(path, tiny):
         ("path", lambda given: CompressedCache.load(given, tiny.model)),
         ("path", CompressedCache(tiny.model).save),
     ):
-        with pytest.raises(InvalidTypeError, match=f"{name}: expected a path, got {path!r}"):
+        with pytest.raises(InvalidTypeError, match=f"{name}: expected a path, but got {path!r}"):
             opened(path)
-        with pytest.raises(InvalidArgumentError, match=f"{name}: expected a path without NUL"):
+        with pytest.raises(InvalidArgumentError, match=f"{name}: a path cannot contain NUL"):
             opened("a\0b")
 
 
@@ -332,7 +332,7 @@ def test_foreign_record_is_not_replaced(library, tiny):
     file.write_text("mine")
     (outcome,) = library.add(tiny.model, tiny.tokenizer, loan)
     assert outcome.what == "failed"
-    assert "it is not replaced" in outcome.reason
+    assert "it cannot be replaced" in outcome.reason
     assert file.read_text() == "mine"
 
 
@@ -346,22 +346,22 @@ def test_library_of_a_later_version_is_refused(library):
 def test_invalid_documents_and_names_are_refused(library, tiny):
     """A name has a first and a second letter, and a text is a list of names of a letter each."""
     for documents in ({"lease": "Rent is due in May."}, "Rent is due", [("a", "b", "c")]):
-        with pytest.raises(InvalidTypeError, match="documents: expected a Text or a pair of a"):
+        with pytest.raises(InvalidTypeError, match="documents: expected a Text, or a pair of a"):
             library.add(tiny.model, tiny.tokenizer, documents)
-    with pytest.raises(InvalidTypeError, match="model: expected a transformers PreTrainedModel"):
+    with pytest.raises(InvalidTypeError, match="model: expected a PreTrainedModel of transformers"):
         library.add(tiny, tiny.tokenizer, [("a", "Of some length.")])
     library.add(tiny.model, tiny.tokenizer, [("a", "Of some length.")])
-    with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'\. Pass \['a'\]"):
+    with pytest.raises(InvalidTypeError, match=r"names: .*got 'a'\. For example, pass \['a'\]"):
         library.remove("a")
 
 
 def test_empty_texts_and_repeated_names_are_refused(library, tiny):
-    with pytest.raises(ValueError, match="text: expected a text that is not empty in 'x'"):
+    with pytest.raises(ValueError, match="text: the text of 'x' must not be empty"):
         library.add(tiny.model, tiny.tokenizer, [("x", " \n")])
     with pytest.raises(ValueError, match="two different texts have the name 'x'"):
         library.add(tiny.model, tiny.tokenizer, [("x", "a"), ("x", "b")])
     with pytest.raises(
-        ValueError, match=r"text: expected Unicode text, got half of a character, '\\ud800'"
+        ValueError, match=r"text: expected Unicode text, but got half of a character, '\\ud800'"
     ):
         library.add(tiny.model, tiny.tokenizer, [("x", "a\ud800")])
     for what in ("read", "skipped"):  # a name stays on its line

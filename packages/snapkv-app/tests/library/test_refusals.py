@@ -73,7 +73,7 @@ BLENDS = [
     (MISMATCH, "LlamaForCausalLM.*part 1.*Qwen3ForCausalLM", of_two_models, {}),
     (MISMATCH, "part 2 does not begin with the prefix of 3 tokens", of_two_prefixes, {}),
     (ARGUMENT, "per query head in part 0", of_query_heads, {}),
-    (PromptTooLongError, "together they have 513 tokens.*512 positions", of("whole", 300, 213), {}),
+    (PromptTooLongError, "the documents have 513 tokens.*512 positions", of("whole", 300, 213), {}),
     (UnsupportedModelError, "do not have full attention", of("whole", 5, 6, model=HYBRID), {}),
     (ARGUMENT, "policy: .* the queries of the whole prompt", of("whole"), {"policy": H2O(16)}),
     (ARGUMENT, "policy: .* prompt that is read only once", of("whole"),
@@ -82,7 +82,7 @@ BLENDS = [
      {"policy": SnapKV(keep_ratio=0.5)}),
     (ARGUMENT, "policy: the documents were compressed", of("even"),
      {"policy": default_policy(64)}),
-    (ARGUMENT, "policy: tova evicts after every token.* Use SnapKV", of("uneven"),
+    (ARGUMENT, "policy: the method tova evicts after every token.* Use SnapKV", of("uneven"),
      {"policy": TOVA(16)}),
     *[
         (ARGUMENT, f"{name}: expected", of(kind), {"policy": SMALL, name: value})
@@ -126,7 +126,7 @@ def test_attention_without_masks_is_refused(monkeypatch):
     monkeypatch.setattr("snapkv_app.library.recomputing.IMPLEMENTATIONS", ("eager",))
     refuses(
         UnsupportedModelError,
-        "expected eager to recompute.*got 'sdpa'",
+        "must be eager to recompute.*got 'sdpa'",
         model,
         parts,
         recompute=0.5,
@@ -137,7 +137,9 @@ def test_attention_without_masks_is_refused(monkeypatch):
 def test_part_needs_the_tokens_that_its_cache_has_read():
     model, ids = tiny_model("llama"), random_ids(1, 9)
     cache = read_part(model, ids, 0).cache
-    with pytest.raises(CacheMismatchError, match="it has read 9 tokens, but input_ids has 8"):
+    with pytest.raises(
+        CacheMismatchError, match="the cache has read 9 tokens, but input_ids has 8"
+    ):
         Part(input_ids=ids[:, :8], cache=cache)
     with pytest.raises(InvalidArgumentError, match="a prefix of 9"):
         Part(input_ids=ids, cache=cache, prefix_tokens=9)
@@ -153,7 +155,7 @@ def test_parts_with_moved_tokens_are_refused():
     model, ids = tiny_model("llama"), random_ids(1, 20)
     with pytest.raises(InvalidArgumentError, match="keys and values on the device"):
         read_part(model, ids, 0, few(), recall="host")
-    with pytest.raises(InvalidArgumentError, match="has moved the keys of its sinks"):
+    with pytest.raises(InvalidArgumentError, match="has moved the keys of the attention sinks"):
         read_part(model, ids, 0, StreamingLLM(8))
     padded = CompressedCache(model, FullCache())
     mask = torch.ones_like(ids)

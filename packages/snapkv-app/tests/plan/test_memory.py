@@ -47,7 +47,7 @@ def memory(monkeypatch):
         (torch.float32, 20 * GIB, "With dtype bfloat16 they would fit. Choose"),
         (torch.bfloat16, 13 * GIB, "Qwen/Qwen3-4B would fit, with 7.5 GiB in bfloat16. Choose"),
         (torch.float32, 2 * GIB, "Qwen/Qwen3-0.6B would fit, with 1.1 GiB in bfloat16. Choose"),
-        (torch.bfloat16, GIB // 8, "nothing was loaded. Choose a smaller model"),
+        (torch.bfloat16, GIB // 8, "so the model was not loaded. Choose a smaller model"),
     ],
 )
 def test_error_names_a_size_that_would_fit(memory, dtype, total, said):
@@ -80,7 +80,7 @@ def test_total_memory_exceeds_the_free_memory():
 def test_too_large_model_is_refused_by_its_configuration(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(ENORMOUS))
     with pytest.raises(
-        OutOfMemoryError, match=r"more than the memory of cpu, .*; nothing was loaded"
+        OutOfMemoryError, match=r"more than the memory of cpu .*, so the model was not loaded"
     ):
         load(str(tmp_path), device="cpu")
 

@@ -287,13 +287,21 @@ def test_planned_step_takes_as_long_as_measured_on_a_gpu():
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        ({"context_tokens": 0}, InvalidArgumentError, "context_tokens: expected at least 1"),
+        (
+            {"context_tokens": 0},
+            InvalidArgumentError,
+            "context_tokens: expected a value of at least 1",
+        ),
         ({"context_tokens": 9.5}, InvalidTypeError, "context_tokens: expected an integer"),
         ({"context_tokens": 9, "batch": 0}, InvalidArgumentError, "batch"),
         ({"context_tokens": 9, "budget": 32}, InvalidArgumentError, "budget"),
         ({"context_tokens": 9, "budget": 64, "keep_ratio": 0.5}, InvalidArgumentError, "one of"),
         ({"context_tokens": 9, "memory_bytes": 10**9}, InvalidArgumentError, "gpu_memory"),
-        ({"context_tokens": 9, "budget": "auto"}, InvalidArgumentError, "budget: expected tokens"),
+        (
+            {"context_tokens": 9, "budget": "auto"},
+            InvalidArgumentError,
+            "budget: expected a number of tokens",
+        ),
         ({"context_tokens": 9, "bits": "int5"}, InvalidArgumentError, "quantize"),
     ],
 )

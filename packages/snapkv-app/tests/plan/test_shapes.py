@@ -153,7 +153,7 @@ def test_folder_of_every_family_equals_its_shape(name, tmp_path):
         ("{", "expected a JSON object in"),
         ("[]", "expected a JSON object in"),
         ('{"model_type": "mamba"}', "the family 'mamba' are not known.* Load the model"),
-        ('{"model_type": "llama", "dtype": "float8"}', "one of the dtypes .*got 'float8'. Pass"),
+        ('{"model_type": "llama", "dtype": "float8"}', "one of the dtypes .*got 'float8'. Set"),
     ],
 )
 def test_configuration_that_cannot_be_planned_is_refused(text, message, tmp_path):
@@ -195,7 +195,7 @@ def test_card_with_several_memory_sizes_needs_one_of_them(card):
     with pytest.raises(InvalidArgumentError, match=f"expected {card}-{sizes[0]}GB"):
         card_bytes(f"{card}-1GB")
     if len(sizes) > 1 and card != "H100":
-        with pytest.raises(InvalidArgumentError, match=f"{card}-{sizes[1]}GB, got '{card}'"):
+        with pytest.raises(InvalidArgumentError, match=f"{card}-{sizes[1]}GB, but got '{card}'"):
             card_bytes(card)
 
 
@@ -220,7 +220,9 @@ def test_misspelt_shape_is_refused_without_a_download(no_network, wrong):
 
 
 def test_shape_cannot_be_loaded_as_a_model(no_network):
-    with pytest.raises(ModelNotFoundError, match="weights of that shape are in meta-llama/"):
+    with pytest.raises(
+        ModelNotFoundError, match="weights of a model with this shape are in meta-llama/"
+    ):
         load("llama-3.1-8b")
 
 

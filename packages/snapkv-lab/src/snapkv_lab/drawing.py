@@ -38,8 +38,8 @@ def require_drawable(path: str | None = None) -> None:
         MissingDependencyError: matplotlib is not installed.
     """
     if path is not None and Path(path).suffix.lower() not in FORMATS:
-        problem = f"expected a file name that ends in {', '.join(FORMATS)}, got {path!r}"
-        raise wrong("plot", problem, "Choose one of these formats")
+        problem = f"expected a file name that ends in {', '.join(FORMATS)}, but got {path!r}"
+        raise wrong("plot", problem, "Use one of these formats")
     try:
         import matplotlib.figure  # noqa: F401 # whether it is there
     except ImportError as error:

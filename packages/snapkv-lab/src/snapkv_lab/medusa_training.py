@@ -45,5 +45,5 @@ class MedusaTraining:
             if name != "learning_rate":
                 require_at_least(name, value, minima.get(name, 1))
         if not 0 < self.learning_rate < 1:
-            problem = f"expected a number between 0 and 1, got {self.learning_rate}"
-            raise wrong("learning_rate", problem, "Pass 0.001")
+            problem = f"expected a number between 0 and 1, but got {self.learning_rate}"
+            raise wrong("learning_rate", problem, "For example, use 0.001")

@@ -119,8 +119,8 @@ def explain_folder_errors(folder: Path) -> Iterator[None]:
     except OutputError:
         raise
     except OSError as error:
-        problem = f"the folder {folder} cannot be written: {error.strerror}"
-        raise wrong("results", problem, "Choose another folder") from error
+        problem = f"files cannot be written to the folder {folder}: {error.strerror}"
+        raise wrong("results", problem, "Choose a different folder") from error
 
 
 def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ()) -> Row:
@@ -143,7 +143,7 @@ def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ())
         raise wrong(
             "results",
             f"expected a JSON object{' with ' if names else ''}{', '.join(names)} in {path}, line "
-            f"{number}, got {line[:40].decode(errors='replace')!r}",
+            f"{number}, but got {line[:40].decode(errors='replace')!r}",
             f"Choose another folder{', or delete that line' if names else ''}",
         )
     return row

@@ -98,28 +98,37 @@ def heads_of_little_text(tiny, folder):
 REFUSED = [
     # Tasks.
     (made(Needle, depths=102), "depths: expected at most 101"),
-    (made(Needle, variant="fork"), "variant: expected one of magic-number, sandwich, got 'fork'"),
+    (
+        made(Needle, variant="fork"),
+        "variant: expected one of magic-number, sandwich, but got 'fork'",
+    ),
     (made(Instructions, lengths=(100,)), "lengths"),
     (made(Needle, lengths=(1000, 1500.5, 2000)), "lengths: expected an integer"),
     (made(LongBench, datasets=("hotpot",)), "got 'hotpot'.* Did you mean hotpotqa"),
     (made(LongBench, code_similarity="jaro"), "code_similarity: expected one of difflib"),
-    (made(RagPipeline, documents=(10, 30), retrieve=20), "retrieve: .* 30 documents, got 20"),
-    (made(Ruler, tasks=("niah",)), r"tasks: expected some of .*, got niah\. Name those"),
-    (samples(Needle(lengths=(300,), depths=1, digits=99)), "lengths: there is no room for text"),
-    (samples(Lines(lengths=(200,), examples=3)), "room for the question, the answer and 4 lines"),
-    (samples(Ruler(tasks=("cwe",), lengths=(150,))), "expected room for a sample of cwe"),
-    (samples(Ruler(tasks=("qa_1",), lengths=(150,))), "expected room for a sample of qa_1"),
+    (made(RagPipeline, documents=(10, 30), retrieve=20), "retrieve: .* 30 documents, but got 20"),
+    (made(Ruler, tasks=("niah",)), r"tasks: expected some of .*, but got niah\. Use some"),
+    (samples(Needle(lengths=(300,), depths=1, digits=99)), "lengths: there is no space for a text"),
+    (
+        samples(Lines(lengths=(200,), examples=3)),
+        "large enough for the question, the answer and 4 lines",
+    ),
+    (samples(Ruler(tasks=("cwe",), lengths=(150,))), "the length is too small for a sample of cwe"),
+    (
+        samples(Ruler(tasks=("qa_1",), lengths=(150,))),
+        "the length is too small for a sample of qa_1",
+    ),
     (
         samples(RagCitation(corpus="squad", documents=(50_000,), samples_each=1)),
         r"expected at most \d+, as many as there are",
     ),
     (
         samples(RagCitation(corpus="squad", documents=(5,), samples_each=10**6)),
-        r"expected at most \d+, .* got 1000000\. Pass --samples-each",
+        r"expected at most \d+, .* got 1000000\. For example, use --samples-each",
     ),
     (
         data(LongBench, "qasper.jsonl", longbench_row("qasper"), "{broken", datasets=("qasper",)),
-        r"a JSON object in .*qasper\.jsonl, line 2, got '{broken'\. Get the archive again",
+        r"a JSON object in .*qasper\.jsonl, line 2, but got '{broken'\. Get the archive again",
     ),
     (
         data(LongBench, RETRIEVAL + ".jsonl", THREE, datasets=(RETRIEVAL,)),
@@ -127,11 +136,14 @@ REFUSED = [
     ),
     (
         data(LongBench, "lcc.jsonl", datasets=("lcc",), extended=True),
-        r"expected lcc_e\.jsonl in .*, got no such file",
+        r"expected the file lcc_e\.jsonl in .*, but got no such file",
     ),
-    (data(LongBench, "data.zip", "no archive", datasets=("lcc",)), "Download it again"),
+    (data(LongBench, "data.zip", "no archive", datasets=("lcc",)), "Download the file again"),
     (data(LongBench, "lcc.jsonl", "", datasets=("lcc",)), "expected rows in"),
-    (data(RagPosition, "a.jsonl", line(), "{"), r"a JSON object in .*a\.jsonl, line 2, got '\{'"),
+    (
+        data(RagPosition, "a.jsonl", line(), "{"),
+        r"a JSON object in .*a\.jsonl, line 2, but got '\{'",
+    ),
     (
         data(RagPosition, "a.jsonl", line(answers=["Ann", "!"])),
         "answers to be a list of texts with words in them",
@@ -147,16 +159,19 @@ REFUSED = [
     (data(RagPosition, "a.jsonl", b"\xff\xfe"), r"JSON lines in UTF-8.*a\.jsonl"),
     (
         data(RagPosition, "a.jsonl.gz", gzip.compress(b"{}" * 1000, mtime=0)[:20]),
-        r"a \.gz of one, got .*a\.jsonl\.gz",
+        r"a \.gz of one, but got .*a\.jsonl\.gz",
     ),
     # Runs.
-    (run(Keys(), *METHODS[:1] * 2), "policy: expected at least one .*once, got full, full"),
+    (run(Keys(), *METHODS[:1] * 2), "policy: expected at least one .*once, but got full, full"),
     (
         run(Keys(), Method(label="k", policy=KVzip(48))),
         "second reading of the text. .* --setting hidden",
     ),
-    (run(Keys(sentences=()), SNAPKV), "samples: these settings give no sample"),
-    (run(Keys(sentences=(8, 8)), SNAPKV), "samples: expected every sample once, got 8/0 2 times"),
+    (run(Keys(sentences=()), SNAPKV), "samples: there are no samples with these settings"),
+    (
+        run(Keys(sentences=(8, 8)), SNAPKV),
+        "samples: expected every sample once, but got 8/0 2 times",
+    ),
     (run(SMALL, Method(label="h", policy=H2O(48), later="compress")), "evicts after every token"),
     (
         run(
@@ -171,7 +186,7 @@ REFUSED = [
     (harness("loglikelihood", ("The key is un", "der")), "tasks: the tokenizer .* 'der' after"),
     (
         harness("generate_until", ("One", {"num_beams": 4})),
-        "of a task, got num_beams",
+        "of a task, but got num_beams",
     ),
     (
         harness("generate_until", ("One", {"max_gen_toks": 2}), ("One", {"max_gen_toks": 900})),
@@ -181,23 +196,23 @@ REFUSED = [
     (made(HitRate, questions=("",)), "question: expected at least one"),
     (made(HitRate, threshold=1.0), "threshold: expected attention between 0 and 1"),
     (made(HitRate, keep_ratio=0.001), "keep_ratio: 0.001 .* no more than sink_tokens=4"),
-    (made(HitRate, kernel_size=4), "kernel_size: expected an odd number"),
+    (made(HitRate, kernel_size=4), "kernel_size: the value must be an odd number"),
     (made(Overlap, document_tokens=2560), "keep_ratio: .* of the 0 positions"),
     (made(Compared, keep_ratio=1.5), "keep_ratio: 1.5 is not .* of 3,072"),
-    (made(Sensitivity, windows=()), "windows: expected at least 1"),
-    (made(HitRate, document_tokens=5), "document_tokens: expected at least 128"),
+    (made(Sensitivity, windows=()), "windows: expected a value of at least 1"),
+    (made(HitRate, document_tokens=5), "document_tokens: expected a value of at least 128"),
     (made(FitGate, texts=3), "texts"),
     (study(HitRate(), words=9), r"document_tokens=3,072 .*note\.txt"),
     (study(Overlap(), words=600), "keep_ratio: .* of the 0 positions"),
     # Heads, figures.
-    (heads_of_little_text, r"passages of 8 tokens, got \d"),
+    (heads_of_little_text, r"passages of 8 tokens, but got \d"),
     (made(MedusaTraining, answers=9), "answers"),
     (made(MedusaTraining, num_heads=0), "num_heads"),
     (made(MedusaTraining, learning_rate=2), "learning_rate"),
     (made(MedusaTraining, epochs=0), "epochs"),
-    (lambda *_: drawing.require_drawable("a.png.txt"), r"ends in \.png, \.svg, \.pdf, got"),
-    (lambda *_: drawing.require_drawable(".png"), r"ends in \.png, \.svg, \.pdf, got"),
-    (lambda *_: figures.draw_bench([]), "plot: expected rows to draw"),
+    (lambda *_: drawing.require_drawable("a.png.txt"), r"ends in \.png, \.svg, \.pdf, but got"),
+    (lambda *_: drawing.require_drawable(".png"), r"ends in \.png, \.svg, \.pdf, but got"),
+    (lambda *_: figures.draw_bench([]), "plot: there are no rows to draw"),
 ]
 
 

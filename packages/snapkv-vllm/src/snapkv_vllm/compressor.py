@@ -60,7 +60,7 @@ class QueryRecorder:
         captured = sum(len(chunk) for chunk in chunks)
         if captured != window:
             raise RuntimeError(
-                f"{request_id}: {captured} queries captured in {name}, {window} expected"
+                f"{request_id}: expected {window} captured queries in {name}, but got {captured}"
             )
         return torch.cat(chunks).transpose(0, 1).unsqueeze(0)
 
@@ -237,7 +237,9 @@ class Compressor:
         masks = select_across(order.selector.policy, map(seen, runs), order.kept_tokens)
         counts = torch.cat([mask.sum(dim=-1) for mask in masks])
         if int(counts.sum()) != order.kept_tokens * counts.numel():
-            raise RuntimeError(f"{request}: {counts} tokens kept, {order.kept_tokens} expected")
+            raise RuntimeError(
+                f"{request}: expected {order.kept_tokens} kept tokens, but got {counts}"
+            )
         return masks
 
     def _record_counts(self, run: LayerRun, request: str, order: Order, kept: Tensor) -> Tensor:
@@ -280,7 +282,9 @@ class Compressor:
             keep = order.selector.select(layer)
         if keep is None or not _matches_order(keep, order):
             kept = None if keep is None else (keep >= 0).sum(dim=-1)
-            raise RuntimeError(f"{request}: {kept} tokens kept, {order.kept_tokens} expected")
+            raise RuntimeError(
+                f"{request}: expected {order.kept_tokens} kept tokens, but got {kept}"
+            )
         return keep
 
     def _prompt_layer(self, run: LayerRun, request: str, tokens: int, keys: Tensor) -> PromptLayer:

@@ -445,7 +445,7 @@ def _measure_packings(
     for half in found:
         if not torch.equal(half.sort().values, numbers):
             problem = f"the CPU backend does not store numbers unchanged in a block ({isa}, {form})"
-            remedy = "Serve the model in float32"
+            remedy = "Use float32 to serve the model"
             raise wrong("snapkv", problem, remedy, UnsupportedModelError)
     keys, values = (_Packing.build(half.argsort(), block_tokens, head_size) for half in found)
     return keys, values

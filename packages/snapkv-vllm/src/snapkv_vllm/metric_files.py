@@ -60,8 +60,10 @@ def cannot_write(folder: str, error: OSError) -> RefusedError:
     caller to raise.
     """
     size = format_bytes(_MIN_FREE_BYTES)
-    problem = f"cannot write {size} of metrics to '{folder}' ({error.strerror})"
-    return wrong("PROMETHEUS_MULTIPROC_DIR", problem, "Free some space, or use another folder")
+    problem = f"{size} of metrics could not be written to '{folder}' ({error.strerror})"
+    return wrong(
+        "PROMETHEUS_MULTIPROC_DIR", problem, "Free some disk space, or use a different folder"
+    )
 
 
 class WrittenCounts:

@@ -104,7 +104,7 @@ def lock_users_folder() -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             problem = f"the folder '{folder}' is already used by another server"
-            remedy = "Use another folder, or do not set this variable"
+            remedy = "Use a different folder, or do not set this variable"
             raise wrong(METRICS_VARIABLE, problem, remedy) from None
         require_writable(folder)
         yield

@@ -166,7 +166,7 @@ def _parse_arguments(model: str, arguments: Mapping[str, Any]) -> Any:
     _, args = parse_options(model, ())
     for name, value in options.items():
         if not hasattr(args, name):
-            problem = f"this is not an option of vllm serve with underscores, got {name}={value!r}"
+            problem = f"vllm serve does not have an option with this name, but got {name}={value!r}"
             raise wrong(name, problem, nearest(name, list(vars(args)), "Remove this option"))
         setattr(args, name, value)
     return args

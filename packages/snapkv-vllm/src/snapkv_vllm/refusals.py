@@ -90,7 +90,9 @@ def require_splittable_heads(name: str, layer: Any) -> None:
     """
     if getattr(layer.impl, "sinks", None) is not None:
         # Kernels look sinks up by the number of the head, and see each head as a sequence.
-        problem = f"heads cannot keep different numbers of tokens, because {name} has sinks"
+        problem = (
+            f"heads cannot keep different numbers of tokens, because {name} uses attention sinks"
+        )
         raise wrong("snapkv", problem, "Use --policy snapkv", UnsupportedModelError)
 
 
@@ -113,5 +115,5 @@ def require_shared_pages(caches: Sequence[Tensor], layers: int) -> None:
         for cache in caches
     }
     if len(caches) != layers or len(kinds) > 1 or len(steps) > 1 or min(steps, default=1) <= 0:
-        problem = "across-layers needs layers of the same size whose caches are parts of one tensor"
+        problem = "across-layers only works if all layers have the same size and share one tensor"
         raise wrong("snapkv", problem, "Use --policy adakv", UnsupportedModelError)

@@ -114,8 +114,13 @@ class _CompressingScheduler(Scheduler):
             apply_admission_cap=True,
         )
         if needed > most:
-            problem = f"its {tokens:,} tokens need {needed} blocks, but the cache has only {most}"
-            raise wrong("prompt", problem, "Shorten it, or increase --kv-cache-memory-bytes")
+            problem = (
+                f"the prompt has {tokens:,} tokens and needs {needed} blocks, but the cache only "
+                f"has {most}"
+            )
+            raise wrong(
+                "prompt", problem, "Use a shorter prompt, or increase --kv-cache-memory-bytes"
+            )
 
     def _allocate_all(
         self, request: Any, num_new_tokens: int, num_new_computed_tokens: int = 0, **kwargs: Any

@@ -109,7 +109,9 @@ def _plugin_arguments(settings: ServingSettings, options: Mapping[str, Any]) -> 
 
     for option in ("worker_cls", "scheduler_cls"):
         if options.get(option) not in (None, "auto"):
-            problem = f"this option is set by snapkv and cannot be changed, got {options[option]!r}"
+            problem = (
+                f"this option is set by snapkv and cannot be changed, but got {options[option]!r}"
+            )
             raise wrong(option, problem, "Remove this option")
     return {
         "worker_cls": "snapkv_vllm.worker.CompressingWorker",
@@ -140,7 +142,7 @@ def command_line(
         option = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if option.startswith("--") and option[2:].replace("-", "_") in PLUGIN_OPTIONS:
             problem = "vLLM would use this value instead of the value that --print-command prints"
-            raise wrong(option, problem, "Remove it, and join the two values by hand")
+            raise wrong(option, problem, "Remove this option, and combine the two values by hand")
     named = () if _NAME in options else (_NAME, name)
     own = [*_command_words(_plugin_arguments(settings, {})), "--middleware", SETTINGS_CHECK, *named]
     return shlex.join(["vllm", "serve", model, *own, *options])

@@ -96,7 +96,7 @@ class SessionStore:
         """
         assert settings.sessions is not None
         if len(managers) < len(kv_cache_config.kv_cache_groups):
-            problem = "sessions need full attention in every layer, but some layers have none"
+            problem = "sessions need full attention in every layer, but some layers do not have it"
             raise wrong("snapkv", problem, "Remove --sessions", UnsupportedModelError)
         self._managers, self._settings = list(managers.values()), settings
         self._metrics = Metrics(**labels_of(vllm_config))
@@ -137,7 +137,9 @@ class SessionStore:
         if most_bytes > free_bytes or most_bytes < per_token * max(sizes):
             needed, free = format_bytes(max(most_bytes, 1)), format_bytes(max(0, free_bytes))
             problem = f"histories need {needed}, but the longest request leaves only {free}"
-            remedy = "Reduce --session-bytes or --max-model-len, or raise --kv-cache-memory-bytes"
+            remedy = (
+                "Reduce --session-bytes or --max-model-len, or increase --kv-cache-memory-bytes"
+            )
             raise wrong("snapkv", problem, remedy, UnsupportedModelError)
         return most_bytes
 

@@ -41,5 +41,7 @@ def require_supported_version() -> None:
     if version is None:
         raise wrong("vllm", "vLLM is not installed", _INSTALL, MissingDependencyError)
     if not is_supported_version():
-        problem = f"this plugin uses inner parts of vLLM and needs version {BOUNDS}, got {version}"
+        problem = (
+            f"this plugin uses internals of vLLM and needs version {BOUNDS}, but got {version}"
+        )
         raise wrong("vllm", problem, _INSTALL, MissingDependencyError)

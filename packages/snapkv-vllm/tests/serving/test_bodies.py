@@ -41,8 +41,8 @@ def test_correct_settings_and_unrelated_fields_are_accepted(body):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"vllm_xargs": {"snapkv_budget": 3}}, "snapkv_budget: expected more than window_size"),
-        ({"sampling_params": {"extra_args": {"snapkv_budget": 3}}}, "expected more than"),
+        ({"vllm_xargs": {"snapkv_budget": 3}}, "snapkv_budget: expected a value above window_size"),
+        ({"sampling_params": {"extra_args": {"snapkv_budget": 3}}}, "expected a value above"),
         ({"snapkv_budget": 64}, 'Write "vllm_xargs": {"snapkv_budget": ...}'),
         ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* Write "vllm_xargs": {"snapkv_budget": ...}'),
         *(
@@ -55,12 +55,12 @@ def test_correct_settings_and_unrelated_fields_are_accepted(body):
         ({"extra_body": RIGHT}, "snapkv_budget: this setting is ignored"),
         ({"extra_args": {"snapkv_budget": 64}}, "snapkv_budget: this setting is ignored"),
         ({**RIGHT, "use_beam_search": True}, "snapkv_budget: .* with use_beam_search"),
-        ({"vllm_xargs": {"budget": 64}}, "budget: .* Write snapkv_budget"),
-        ({"vllm_xargs": {"protect_first": 4}}, "Write snapkv_protect_first"),
+        ({"vllm_xargs": {"budget": 64}}, "budget: .* Use snapkv_budget"),
+        ({"vllm_xargs": {"protect_first": 4}}, "Use snapkv_protect_first"),
         ({"vllm_xargs": {"snapkv_document": "law"}}, "snapkv_document: this server has no setting"),
-        ({"vllm_xargs": {"snapkv-window-size": 16}}, "Write snapkv_window_size"),
-        ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "Write snapkv_decay"),
-        ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* Write snapkv_budget"),
+        ({"vllm_xargs": {"snapkv-window-size": 16}}, "Use snapkv_window_size"),
+        ({"vllm_xargs": {"SNAPKV_DECAY": 0.9}}, "Use snapkv_decay"),
+        ({"vllm_xargs": {"snapkv": 64}}, "snapkv: .* Use snapkv_budget"),
         ({"vllm_xargs": {"snapkv_\n": 1}}, r"snapkv_\\n: .* only snapkv_budget"),
     ],
     ids=str,
@@ -159,7 +159,7 @@ def test_too_many_names_are_refused_before_any_name_is_checked(body, place, monk
     looked_at = []
     for module in ("admission.names", "front.bodies"):
         monkeypatch.setattr(f"snapkv_vllm.{module}.correct_name", looked_at.append)
-    said = f"^{place}: expected at most 1,000 names in the object, got 1,001. Leave out"
+    said = f"^{place}: expected at most 1,000 names in the object, but got 1,001. Remove"
     with pytest.raises(InvalidArgumentError, match=said):
         require_settings(body, SETTINGS)
     assert len(looked_at) <= 100  # fields of an ordinary body around them

@@ -125,7 +125,7 @@ def test_second_server_in_the_same_metrics_folder_is_refused(monkeypatch, tmp_pa
     for _ in range(2):  # the first has ended
         with (
             lock_users_folder(),
-            pytest.raises(InvalidArgumentError, match=r"by another server.*Use another"),
+            pytest.raises(InvalidArgumentError, match=r"by another server.*Use a different"),
             lock_users_folder(),
         ):
             pass

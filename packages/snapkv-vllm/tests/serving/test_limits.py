@@ -30,11 +30,11 @@ def test_request_stays_within_the_servers_limits():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"snapkv_budget": 0}, "snapkv_budget: expected at least 1 on a server with"),
-        ({"snapkv_budget": 225}, "snapkv_decode_budget: this must be at least 257"),
-        ({"snapkv_decode_budget": 257}, "snapkv_decode_budget: expected at most 256"),
-        ({"snapkv_decode_budget": 0}, "snapkv_decode_budget: expected at least 1"),
-        ({"snapkv_decode_budget": 95}, "snapkv_decode_budget: this must be at least 96"),
+        ({"snapkv_budget": 0}, "snapkv_budget: the value must be at least 1 on a server with"),
+        ({"snapkv_budget": 225}, "snapkv_decode_budget: the value must be at least 257"),
+        ({"snapkv_decode_budget": 257}, "snapkv_decode_budget: expected a value of at most 256"),
+        ({"snapkv_decode_budget": 0}, "snapkv_decode_budget: expected a value of at least 1"),
+        ({"snapkv_decode_budget": 95}, "snapkv_decode_budget: the value must be at least 96"),
         ({"snapkv_window_size": 65}, "snapkv_budget: "),
     ],
 )
@@ -73,13 +73,13 @@ def test_limits_that_contradict_other_settings_are_refused_at_the_start(settings
 @pytest.mark.parametrize(
     ("limits", "words"),
     [
-        ({"decode_budget": 128}, "decode_budget: this must be more than .* 128"),
-        ({"decode_budget": 130}, "decode_budget: 130 is not enough for the method r-kv"),
-        ({"decode_budget": 256, "evict_every": 4}, "evict_every: this must be at least 8"),
+        ({"decode_budget": 128}, "decode_budget: the value must be more than .* 128"),
+        ({"decode_budget": 130}, "decode_budget: a value of 130 is not enough for the method r-kv"),
+        ({"decode_budget": 256, "evict_every": 4}, "evict_every: the value must be at least 8"),
         ({"decode_policy": "h2o"}, "decode_policy: expected one of r-kv, tova, streaming-llm"),
-        ({"evict_every": 0}, "evict_every: expected at least 1"),
-        ({"evict_every": 64}, "evict_every: this limit has no effect without a decode_budget"),
-        ({"decode_policy": "tova"}, "decode_policy: this limit has no effect without"),
+        ({"evict_every": 0}, "evict_every: expected a value of at least 1"),
+        ({"evict_every": 64}, "evict_every: this limit has no effect if decode_budget is not set"),
+        ({"decode_policy": "tova"}, "decode_policy: this limit has no effect if"),
     ],
 )
 def test_contradictory_limits_are_refused(limits, words):

@@ -113,7 +113,10 @@ def test_other_methods_keep_positions_and_accept_their_own_parameters():
         ({"budget": 1.5}, "an integer"),
         ({"budget": 16}, "window_size=16"),
         ({"parameters": {"budget": 64}}, "budget: the method default has only"),
-        ({"parameters": {"voters": 129}}, "voters: expected at most 128 .* --max-window-size 129"),
+        (
+            {"parameters": {"voters": 129}},
+            "voters: the value can be at most 128 .* --max-window-size 129",
+        ),
         ({"policy": "tova", "parameters": {"voters": 8}}, "the method tova has only"),
         ({"parameters": {"kernel": 3}}, "Did you mean kernel_size"),
         ({"parameters": {"kernel_size": 4}}, "odd"),
@@ -137,20 +140,32 @@ def test_settings_that_cannot_be_served_are_refused_at_the_start(given, words):
         ({"snapkv_decay": None}, InvalidTypeError, "snapkv_decay: expected a value"),
         ({"snapkv_budget": 8}, InvalidArgumentError, "window_size=32"),
         ({"snapkv_window_size": 0}, InvalidArgumentError, "window_size"),
-        ({"snapkv_voters": 0}, InvalidArgumentError, "snapkv_voters: expected at least 1"),
-        ({"snapkv_voters": 129}, InvalidArgumentError, "snapkv_voters: expected at most 128"),
+        (
+            {"snapkv_voters": 0},
+            InvalidArgumentError,
+            "snapkv_voters: expected a value of at least 1",
+        ),
+        (
+            {"snapkv_voters": 129},
+            InvalidArgumentError,
+            "snapkv_voters: the value can be at most 128",
+        ),
         (
             {"snapkv_voters": 8, "snapkv_window_size": 129},
             InvalidArgumentError,
-            "snapkv_window_size: expected at most 128",
+            "snapkv_window_size: the value can be at most 128",
         ),
         ({"snapkv_pooling": ["max"]}, InvalidArgumentError, "pooling"),
-        ({"snapkv_decay": 0.9}, InvalidArgumentError, "decay: expected no decay with pooling"),
+        (
+            {"snapkv_decay": 0.9},
+            InvalidArgumentError,
+            "decay: this argument cannot be used with pooling",
+        ),
         ({"snapkv_pooling": "fading", "snapkv_decay": "0.9"}, InvalidTypeError, "decay"),
         (
             {"snapkv_pooling": "fading", "snapkv_kernel_size": 5},
             InvalidArgumentError,
-            "has a decay",
+            "cannot be used with pooling='fading'",
         ),
         ({"snapkv_kernel_size": [1]}, InvalidArgumentError, "pair"),
         ({"snapkv_kernel": 5}, InvalidArgumentError, "Did you mean snapkv_kernel_size"),
@@ -223,7 +238,7 @@ def test_settings_survive_a_round_trip_through_json(own, entry):
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({"most_bytes": -1}, "most_bytes: expected at least 0"),
+        ({"most_bytes": -1}, "most_bytes: expected a value of at least 0"),
         ({"most_bytes": "2GiB"}, "most_bytes: expected an integer"),
         ({"bytes": 1}, "sessions: there is no limit .* only most_bytes"),
     ],
@@ -239,8 +254,10 @@ def test_budget_in_bytes_is_refused_with_the_command_that_gives_tokens(budget, t
     with pytest.raises(InvalidArgumentError) as error:
         ServingSettings(budget=budget)
     assert str(error.value) == (
-        f"budget: this must be a number of tokens on a server, got '{budget}'. "
+        f"budget: the budget of a server must be a number of tokens, but got '{budget}'. "
         f"Use the number that {said}"
     )
-    with pytest.raises(InvalidArgumentError, match=r"^snapkv_budget: this must be a number of"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"^snapkv_budget: the budget of a server must be a number of"
+    ):
         ServingSettings().policy_for_request({"snapkv_budget": budget})

@@ -70,8 +70,8 @@ def test_only_dropped_spans_are_removed_if_the_rest_fits_the_budget():
     ("given", "words"),
     [
         (said((0, 60, "protect")), "exceeds the budget of 64"),
-        (said((5, 9, "compress")), "budget: expected a value"),
-        (said((5, 9, "drop"), budget=3), "have a budget, not those to drop"),
+        (said((5, 9, "compress")), "budget: the value must not be null"),
+        (said((5, 9, "drop"), budget=3), "have a budget, but this span has the action drop"),
         (said((0, 10, "drop"), (5, 20, "protect")), "the spans .* overlap"),
         (said((3, 3, "drop")), "a start below the end"),
         (said((0, 1, "erase")), "drop, protect and compress"),
@@ -139,7 +139,7 @@ def test_compressed_dropped_and_protected_spans_share_a_request():
 def test_span_with_attention_sinks_cannot_be_compressed():
     settings = ServingSettings(policy="streaming-llm", budget=64)
     assert StreamingLLM(64).start == 4
-    with pytest.raises(InvalidArgumentError, match="because the first 4 are kept"):
+    with pytest.raises(InvalidArgumentError, match="because the first 4 tokens are kept"):
         settings.plan_request({SPANS_FIELD: said((2, 30, "compress"), budget=3)}, 100)
 
 

@@ -116,8 +116,8 @@ class Document:
         tensors = [_token_ids(question).to(self.input_ids.device) for question in questions]
         if not tensors or not all(question.ndim == 1 and len(question) for question in tensors):
             shapes = [tuple(question.shape) for question in tensors]
-            problem = f"expected a list of token ids for each question, got shapes {shapes}"
-            raise wrong("questions", problem, "Pass for instance [tokenizer(text).input_ids]")
+            problem = f"expected a list of token ids for each question, but got the shapes {shapes}"
+            raise wrong("questions", problem, "For example, pass [tokenizer(text).input_ids]")
         longest = max(map(len, tensors))
         pads = longest - torch.tensor([len(question) for question in tensors])
         rows = [torch.cat([self.input_ids[0], question]) for question in tensors]
@@ -157,8 +157,8 @@ class Document:
         if hybrid and bool(pads.any()):
             name, apart = type(self.model).__name__, int(pads.max())
             layers = f"because some layers of {name} keep only the last tokens"
-            problem = f"expected the same length, {layers}, got lengths that differ by {apart}"
-            raise wrong("questions", problem, "Ask the questions one by one")
+            problem = f"expected an equal length, {layers}, but the lengths differ by {apart}"
+            raise wrong("questions", problem, "Ask the questions one at a time")
         window, seen = cache.prompt_state.policy.query_tokens, self.tokens
         if not hybrid and window != ALL_QUERIES:
             seen += longest - max(longest, window)
@@ -211,7 +211,7 @@ class Document:
         document._cache, beside = CompressedCache.load_with(path, model, **options)
         if "input_ids" not in beside or document._cache.report().kept_tokens:
             problem = f"the file {str(path)!r} contains a saved cache and not a document"
-            raise wrong("path", problem, "Load it with CompressedCache.load")
+            raise wrong("path", problem, "Use CompressedCache.load to load this file")
         document.input_ids = beside["input_ids"].to(device_of(model))
         return document
 
@@ -234,8 +234,10 @@ def _token_ids(question: Any) -> Tensor:
     except (RuntimeError, TypeError, ValueError):  # a text, a token of None, uneven lists
         ids = None
     if ids is None or (ids.numel() and ids.is_floating_point()):
-        problem = f"expected the token ids of each question, got {question!r:.60}"
-        raise wrong("questions", problem, "Pass [tokenizer(text).input_ids]", InvalidTypeError)
+        problem = f"expected a list of token ids for each question, but got {question!r:.60}"
+        raise wrong(
+            "questions", problem, "For example, pass [tokenizer(text).input_ids]", InvalidTypeError
+        )
     return ids
 
 
@@ -251,11 +253,11 @@ def _one_row(input_ids: Any) -> Tensor:
     """
     if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
         got = getattr(input_ids, "dtype", type(input_ids).__name__)
-        problem = f"expected a tensor of integers, got {got}"
-        remedy = "Pass tokenizer(text, return_tensors='pt').input_ids"
+        problem = f"expected a tensor of integers, but got {got}"
+        remedy = "For example, pass tokenizer(text, return_tensors='pt').input_ids"
         raise wrong("input_ids", problem, remedy, InvalidTypeError)
     row = input_ids[None] if input_ids.ndim == 1 else input_ids
     if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
-        problem = f"expected the tokens of one document, got shape {tuple(input_ids.shape)}"
-        raise wrong("input_ids", problem, "Make a Document for each text")
+        problem = f"expected one document, but got a tensor with the shape {tuple(input_ids.shape)}"
+        raise wrong("input_ids", problem, "Make a separate Document for each text")
     return row

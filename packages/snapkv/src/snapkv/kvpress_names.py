@@ -132,7 +132,7 @@ def elsewhere(name: str) -> str | None:
         kvpress nor of the authors' code, and has not moved to another package.
     """
     if is_kvpress_name(name):
-        return f"{name} is a name of kvpress. {instead_of(name)}"
+        return f"{name} is a name from kvpress and not from snapkv. {instead_of(name)}"
     if name in _PATCHES:
         return (
             f"{name} is a name of the authors' code, and this package patches no class. Write "
@@ -160,9 +160,9 @@ def unknown_argument(method: str, name: str, value: Any, known: Sequence[str]) -
         An InvalidTypeError for the caller to raise; nothing is raised here.
     """
     if name == "compression_ratio":
-        problem = "expected keep_ratio=..., which is the fraction of tokens to keep, or a budget"
+        problem = "expected either keep_ratio, which is the fraction of tokens to keep, or budget"
         return wrong(name, problem, instead_of(f"{method}Press", value), InvalidTypeError)
-    problem = f"unknown argument of {method}, expected one of {', '.join(known) or 'none'}"
+    problem = f"the method {method} has no such argument, only {', '.join(known) or 'none'}"
     remedy = _instead_of_argument(method, name, value, known)
     return wrong(name, problem, remedy, InvalidTypeError)
 
@@ -182,11 +182,11 @@ def _instead_of_argument(method: str, name: str, value: Any, known: Sequence[str
     if (own := _ARGUMENTS.get(name)) in known:
         return f"Write {own}={value!r}, see docs/migrating.md"
     if name == "keep_ratio" and "budget" in known:
-        return "Pass budget=, a number of tokens, which it keeps of every prompt"
+        return "Use the argument budget, which is the number of tokens to keep of every prompt"
     if {"policy", "prompt"} & set(known) and name in ("budget", "keep_ratio", own):
         return f"Pass it to the method inside, as in {method}({_inside(known, own or name, value)})"
     close = closest(name, known)
-    return f"Write {close}" if close else "Leave it out"
+    return f"Use {close} instead" if close else "Remove this argument"
 
 
 def _inside(known: Sequence[str], name: str, value: Any) -> str:

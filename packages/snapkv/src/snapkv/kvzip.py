@@ -97,7 +97,7 @@ def read_twice(
         UnsupportedModelError: the model has layers of another kind, or cannot be compressed.
     """
     if seen := cache.get_seq_length():
-        problem = f"expected an empty cache, got a cache that has seen {seen:,} tokens"
+        problem = f"expected an empty cache, but got a cache that has seen {seen:,} tokens"
         raise wrong("cache", problem, "Call cache.reset() first", CacheMismatchError)
     try:
         prompts = read_layers(model, input_ids, cache, instruction_ids=instruction_ids)
@@ -183,7 +183,7 @@ def read_layers(
     scorer, tokens = _require_scorer(cache.policy), input_ids.shape[1]
     if cache.is_hybrid:
         name = type(model).__name__
-        problem = f"expected full attention in every layer, but some layers of {name} have a window"
+        problem = f"every layer must have full attention, but some layers of {name} have a window"
         raise wrong("model", problem, "Use ExpectedAttention or SnapKV", UnsupportedModelError)
     chunk = min(scorer.chunk_tokens, tokens, _room_tokens(model, tokens + len(instruction_ids)))
     cache.expect_prompt(tokens + len(instruction_ids) + chunk + 1)
@@ -219,8 +219,8 @@ def _room_tokens(model: PreTrainedModel, read_tokens: int) -> int:
         return read_tokens
     if read_tokens >= positions:
         tokens = f"{read_tokens:,} tokens, the instruction included,"
-        problem = f"{tokens} leave none of the model's {positions:,} positions to repeat the text"
-        remedy = "Shorten the text, or use ExpectedAttention, which reads it once"
+        problem = f"{tokens} leave no space to repeat the text in {positions:,} positions"
+        remedy = "Use a shorter text, or use ExpectedAttention, which reads the text only once"
         raise wrong("input_ids", problem, remedy, PromptTooLongError)
     return positions - read_tokens
 
@@ -251,8 +251,8 @@ def _require_scorer(policy: Policy) -> KVzip:
     while hasattr(scorer, "policy"):
         scorer = scorer.policy
     if not isinstance(scorer, KVzip):
-        problem = f"expected KVzip or a policy around it, such as AdaKV(KVzip()), got {policy!r}"
-        raise wrong("policy", problem, "Read the prompt only once, with model.generate")
+        problem = f"expected KVzip or a policy with it, such as AdaKV(KVzip()), but got {policy!r}"
+        raise wrong("policy", problem, "Use model.generate to read the prompt once")
     return scorer
 
 
@@ -265,8 +265,8 @@ def _attention_of_layer(model: PreTrainedModel, index: int) -> Any:
     modules = attention_modules(model, [index])[index]
     if len(modules) != 1:
         found = f"{len(modules)} in layer {index} of {type(model).__name__}"
-        problem = f"KVzip(plus=True) needs one attention module in each layer, got {found}"
-        raise wrong("model", problem, "Leave out plus for this model", UnsupportedModelError)
+        problem = f"KVzip(plus=True) needs one attention module in each layer, but got {found}"
+        raise wrong("model", problem, "Do not use plus=True for this model", UnsupportedModelError)
     return modules[0]
 
 

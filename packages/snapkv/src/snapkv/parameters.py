@@ -63,8 +63,8 @@ def _misplaced(
     """
     others = [name for name in known if name not in by_place]
     expected = f"expected {' and '.join(by_place) or 'no argument'} by position"
-    problem = f"{expected}, got {len(args)} arguments"
-    remedy = "Leave them out"
+    problem = f"{expected}, but got {len(args)} arguments"
+    remedy = "Remove these arguments"
     if others:
-        remedy = f"Pass the others by name, for instance {others[0]}={args[len(by_place)]!r}"
+        remedy = f"Pass the others by name, for example {others[0]}={args[len(by_place)]!r}"
     return wrong(class_name, problem, remedy, InvalidTypeError)

@@ -80,8 +80,8 @@ class TokenCost:
         if blocks // layers * self.block_tokens - self.spare_tokens < least:
             if share is None:
                 needed = f"expected at least {layers * self.held_bytes(least):,} bytes"
-                problem = f"{needed} for the {least} tokens of window and sinks, got {given:,}"
-                remedy = "Raise the budget, lower window_size or sink_tokens, or pass a share"
+                problem = f"{needed} for {least} tokens of window and sinks, but got {given:,}"
+                remedy = "Increase the budget, or reduce window_size or sink_tokens"
                 raise wrong("budget", problem, remedy, BudgetTooSmallError)
             return least
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers

@@ -105,7 +105,7 @@ def require_each_at_least(argument: str, values: Collection[int], least: int) ->
         InvalidArgumentError: there is no value, or one is out of range.
     """
     if not values:
-        raise wrong(argument, "expected at least one number, got none", "Pass some numbers")
+        raise wrong(argument, "expected at least one number, but got none", "Use at least one")
     for value in values:
         require_at_least(argument, value, least)
 
@@ -132,20 +132,20 @@ def require_budget(budget: Any, keep_ratio: object, window_size: Any, sink_token
         require_ratio("keep_ratio", keep_ratio)
         return
     if isinstance(budget, float) and 0 < budget <= 1:
-        remedy = f"Pass keep_ratio={budget} to keep that fraction of the prompt before its window"
-        problem = f"expected a number of tokens, got {budget} of type float"
+        remedy = f"Use keep_ratio={budget} to keep this fraction of the prompt before the window"
+        problem = f"expected a number of tokens, but got {budget} of type float"
         raise wrong("budget", problem, remedy, InvalidTypeError)
     # An integer that is too small gets the message below, which names the window and the sinks.
     is_integer = type(plain_number(budget)) is int
     require_int("budget", budget, minimum=-MOST if is_integer else window_size + 1)
     least = f"window_size={window_size}" + f" + sink_tokens={sink_tokens}" * bool(sink_tokens)
-    remedy = f"Raise budget or lower window_size{' or sink_tokens' if sink_tokens else ''}"
+    remedy = f"Increase budget, or reduce window_size{' or sink_tokens' if sink_tokens else ''}"
     if budget <= window_size:
         sinks = f" and at least {window_size + sink_tokens} with sinks" * bool(sink_tokens)
-        problem = f"expected more than window_size={window_size}{sinks}, got {budget}"
+        problem = f"expected a value above window_size={window_size}{sinks}, but got {budget}"
         raise wrong("budget", problem, remedy)
     if budget < window_size + sink_tokens:
-        problem = f"expected at least {least}, which the budget includes, got {budget}"
+        problem = f"expected at least {least}, which are part of the budget, but got {budget}"
         raise wrong("budget", problem, remedy)
 
 
@@ -156,8 +156,8 @@ def require_one_limit(budget: object, keep_ratio: object) -> None:
         InvalidArgumentError: neither of them is None.
     """
     if keep_ratio is not None and budget is not None:
-        problem = f"expected only one of them, got budget={budget} and keep_ratio={keep_ratio}"
-        raise wrong("budget and keep_ratio", problem, "Leave out one of them")
+        problem = f"only one can be set, but got budget={budget} and keep_ratio={keep_ratio}"
+        raise wrong("budget and keep_ratio", problem, "Remove one of the two arguments")
 
 
 def require_auto_budget(
@@ -187,8 +187,8 @@ def require_dtype(name: str) -> None:
         InvalidArgumentError: `name` is not one of `DTYPES`.
     """
     if name not in DTYPES:
-        problem = f"expected one of {', '.join(DTYPES)}, got {name!r}"
-        raise wrong("dtype", problem, f"Pass {closest(name, DTYPES) or 'auto'}")
+        problem = f"expected one of {', '.join(DTYPES)}, but got {name!r}"
+        raise wrong("dtype", problem, f"For example, use {closest(name, DTYPES) or 'auto'}")
 
 
 def require_device(name: str) -> None:
@@ -213,8 +213,8 @@ def require_device(name: str) -> None:
     lacks = "+cpu" in metadata.version("torch") and device_type == "cuda"
     if not known or lacks or (colon and not number.isdecimal()):
         release = metadata.version("torch")
-        problem = f"expected auto, cpu or a device of torch {release}, got {name!r}"
-        raise wrong("device", problem, "Pass auto, or for instance cuda:0")
+        problem = f"expected auto, cpu or a device that torch {release} supports, but got {name!r}"
+        raise wrong("device", problem, "For example, use auto or cuda:0")
 
 
 def byte_budget(text: str) -> dict[str, float | int] | None:
@@ -238,8 +238,8 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
     number, percent, prefix, binary = found.groups()
     amount = Decimal(number)
     if amount <= 0 or (percent and amount > 100):
-        problem = f"expected a percentage in (0, 100] or a positive number of bytes, got {text!r}"
-        raise wrong("budget", problem, "Pass for instance '12%' or '64MiB'")
+        problem = f"expected a percentage in (0, 100] or a positive size in bytes, but got {text!r}"
+        raise wrong("budget", problem, "For example, use '12%' or '64MiB'")
     if percent:
         return {"share": float(amount / 100)}
     base = 1024 if binary else 1000
@@ -274,11 +274,11 @@ def require_pooling(pooling: Any, kernel_size: Any, decay: Any) -> None:
     """
     require_choice("pooling", pooling, POOLINGS)
     if pooling != "fading" and decay is not None:
-        problem = f"expected no decay with pooling={pooling!r}, which has none, got {decay!r}"
-        raise wrong("decay", problem, "Leave out decay, or use pooling='fading'")
+        problem = f"this argument cannot be used with pooling={pooling!r}, but got {decay!r}"
+        raise wrong("decay", problem, "Remove decay, or set pooling='fading'")
     if pooling == "fading" and kernel_size is not None:
-        problem = f"expected none with pooling='fading', which has a decay, got {kernel_size!r}"
-        raise wrong("kernel_size", problem, "Leave out kernel_size, or use pooling='max'")
+        problem = f"this argument cannot be used with pooling='fading', but got {kernel_size!r}"
+        raise wrong("kernel_size", problem, "Remove kernel_size, or set pooling='max'")
     if kernel_size is not None:
         require_kernel(kernel_size)
     if decay is not None:
@@ -299,15 +299,15 @@ def require_kernel(kernel_size: Any) -> None:
     """
     if isinstance(kernel_size, tuple | list):
         if len(kernel_size) != 2:
-            problem = f"expected a width or a pair (before, after), got {kernel_size!r}"
-            raise wrong("kernel_size", problem, "Pass for instance (0, 12)")
+            problem = f"expected an integer or a pair (before, after), but got {kernel_size!r}"
+            raise wrong("kernel_size", problem, "For example, use (0, 12)")
         for name, reach in zip(("before", "after"), kernel_size, strict=True):
             require_int(f"kernel_size, {name}", reach, minimum=0)
         return
     require_int("kernel_size", kernel_size, minimum=1)
     if kernel_size % 2 == 0:
-        problem = f"expected an odd number, so that the kernel has a middle, got {kernel_size}"
-        raise wrong("kernel_size", problem, f"Pass {kernel_size + 1}, or a pair (before, after)")
+        problem = f"the value must be an odd number, but got {kernel_size}"
+        raise wrong("kernel_size", problem, f"Use {kernel_size + 1}, or use a pair (before, after)")
 
 
 def require_int(argument: str, value: object, minimum: int, maximum: int | None = MOST) -> int:
@@ -329,15 +329,15 @@ def require_int(argument: str, value: object, minimum: int, maximum: int | None 
     """
     value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        problem = f"expected an integer, got {value!r} of type {type(value).__name__}"
-        remedy = f"Pass a whole number of at least {minimum}"
+        problem = f"expected an integer, but got {value!r} of type {type(value).__name__}"
+        remedy = f"Use an integer of at least {minimum}"
         raise wrong(argument, problem, remedy, InvalidTypeError)
     if value < minimum:
-        problem = f"expected at least {minimum}, got {value}"
-        raise wrong(argument, problem, "Pass a larger number")
+        problem = f"expected a value of at least {minimum}, but got {value}"
+        raise wrong(argument, problem, "Use a larger value")
     if maximum is not None and value > maximum:
-        problem = f"expected at most {maximum:,}, got {value:,}"
-        raise wrong(argument, problem, "Pass a smaller number")
+        problem = f"expected a value of at most {maximum:,}, but got {value:,}"
+        raise wrong(argument, problem, "Use a smaller value")
     return value
 
 
@@ -397,13 +397,13 @@ def _require_number(
         InvalidTypeError: `value` is no number, or a bool.
         InvalidArgumentError: `value` is out of range or NaN.
     """
-    value, remedy = plain_number(value), f"Pass a fraction such as {example}"
+    value, remedy = plain_number(value), f"Use a fraction such as {example}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         got = f"{value!r} of type {type(value).__name__}"
-        problem = f"expected a number in {interval}, got {got}"
+        problem = f"expected a number in {interval}, but got {got}"
         raise wrong(argument, problem, remedy, InvalidTypeError)
     if not (0 < value < 1 or value in ends):
-        raise wrong(argument, f"expected a number in {interval}, got {value}", remedy)
+        raise wrong(argument, f"expected a number in {interval}, but got {value}", remedy)
     return value
 
 
@@ -415,11 +415,11 @@ def path_of(argument: str, value: object) -> Path:
         InvalidArgumentError: `value` holds a NUL byte.
     """
     if not isinstance(value, str | os.PathLike):
-        problem = f"expected a path, got {value!r} of type {type(value).__name__}"
-        raise wrong(argument, problem, "Pass a string or a Path", InvalidTypeError)
+        problem = f"expected a path, but got {value!r} of type {type(value).__name__}"
+        raise wrong(argument, problem, "Use a string or a Path object", InvalidTypeError)
     if "\0" in str(value):
-        problem = f"expected a path without NUL bytes, got {value!r}"
-        raise wrong(argument, problem, "Pass the path without these bytes")
+        problem = f"a path cannot contain NUL bytes, but got {value!r}"
+        raise wrong(argument, problem, "Remove these bytes from the path")
     return Path(value)
 
 
@@ -430,8 +430,8 @@ def require_choice(argument: str, value: object, choices: tuple[str, ...]) -> No
         InvalidArgumentError: `value` is none of them, whatever its type.
     """
     if value not in choices:
-        problem = f"expected one of {', '.join(choices)}, got {value!r}"
-        raise wrong(argument, problem, "Pass one of these values")
+        problem = f"expected one of {', '.join(choices)}, but got {value!r}"
+        raise wrong(argument, problem, "Use one of these values")
 
 
 def printable(name: str) -> str:

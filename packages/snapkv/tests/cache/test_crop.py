@@ -26,7 +26,7 @@ def hybrid(kind):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("sliding", "slides over a window"), *((kind, "has a recurrent state") for kind in STATES)],
+    [("sliding", "has a sliding window"), *((kind, "has a recurrent state") for kind in STATES)],
 )
 def test_what_some_layer_cannot_take_back_no_layer_does(kind, said):
     model, cache = hybrid(kind)
@@ -44,7 +44,7 @@ def test_a_sliding_layer_takes_back_what_it_has_recorded():
     expected = copy.deepcopy(cache)
     cache.activate_past_recording()
     call(model, cache, LATER[:, :4])
-    with pytest.raises(InvalidArgumentError, match=r"expected at most 4.*layer 0 slides"):
+    with pytest.raises(InvalidArgumentError, match=r"expected at most 4.*layer 0 has a sliding"):
         cache.crop(-5)
     cache.crop(-4)
     found, wanted = (call(model, each, LATER[:, 4:5]) for each in (cache, expected))
@@ -70,7 +70,7 @@ NO_ROWS = {
 def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(kind):
     model, cache = hybrid(kind)
     for got, rows in NO_ROWS.items():
-        refusal = f"rows: expected some of the 2 rows of the batch, got {got}. Pass a 1-D"
+        refusal = f"rows: expected the indices of some of the 2 rows of the batch, but got {got}."
         for act in (cache.reorder_cache, cache.batch_select_indices):
             with pytest.raises(InvalidArgumentError, match=re.escape(refusal)):
                 act(rows)
@@ -85,14 +85,14 @@ def test_numbers_that_are_no_count_are_refused_by_name():
     cache = read(tiny_model("llama"), SnapKV(keep_ratio=0.2, window_size=12), TEXT, recall="host")
     repeat = cache.batch_repeat_interleave
     for act, given, error, said in (
-        (cache.crop, -1.0, InvalidTypeError, r"tokens_to_remove: .*an integer, got -1\.0"),
+        (cache.crop, -1.0, InvalidTypeError, r"tokens_to_remove: .*an integer, but got -1\.0"),
         (cache.crop, 1, InvalidArgumentError, r"tokens_to_remove: .*negative number"),
-        (repeat, 0, InvalidArgumentError, "repeats: expected at least 1"),
+        (repeat, 0, InvalidArgumentError, "repeats: expected a value of at least 1"),
         (
             cache.batch_repeat_interleave,
             2.0,
             InvalidTypeError,
-            r"repeats: expected an integer, got 2\.0",
+            r"repeats: expected an integer, but got 2\.0",
         ),
     ):
         with pytest.raises(error, match=said):

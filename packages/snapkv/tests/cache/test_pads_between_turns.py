@@ -77,7 +77,9 @@ def test_a_leading_pad_stays_a_pad(policy, options):
 def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
     model, cache, mask = behind_a_prompt(POLICY, {})
     whole, token = with_a_turn(mask)[:, :91], later[:, :1]
-    with pytest.raises(UnsupportedModelError, match="expected a column for each of 91 tokens"):
+    with pytest.raises(
+        UnsupportedModelError, match="expected one column for each of the 91 tokens"
+    ):
         model(token, past_key_values=cache, attention_mask=whole[:, :-1])
     expected = read(model, copy.deepcopy(cache), token, whole)
     given = {"attention_mask": torch.ones(2, 1, dtype=torch.int64)}

@@ -159,5 +159,5 @@ def test_a_method_of_ones_own_that_cannot_keep_spans_is_refused_by_name():
         def select(self, layer):
             return None
 
-    with pytest.raises(InvalidArgumentError, match=r"protect: .*Own\(.*cannot keep"):
+    with pytest.raises(InvalidArgumentError, match=r"protect: .*Own\(.*cannot protect"):
         CompressedCache(tiny_model("llama"), Own(), protect=[(0, 1)])

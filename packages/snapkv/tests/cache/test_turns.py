@@ -81,7 +81,7 @@ def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
     rows = Rows(KEPT_WHOLE[name], {}, [40, 0] if name in METHODS else [0, 0])
     rows.turn(prompt, 60, random_ids(2, 2, 2))
     kept = [rows.cache.kept_positions(layer) for layer in rows.cache.compressed_layers]
-    with pytest.raises(CacheMismatchError, match=r"1 of 2 rows have kept .*\. Give each"):
+    with pytest.raises(CacheMismatchError, match=r"1 of the 2 rows have kept .*\. Use a separate"):
         rows.cache.expect_prompt(70)
     rows.read(random_ids(2, 1, 3))  # an answer goes on
     for layer, before in zip(rows.cache.compressed_layers, kept, strict=True):

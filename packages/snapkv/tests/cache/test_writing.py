@@ -35,7 +35,9 @@ def test_on_a_full_disk_the_old_file_stays_and_nothing_is_left(tmp_path, limited
     page = tmp_path / "page"
     if there:
         page.write_text("old")
-    with pytest.raises(OutputError, match=r"write '.*/page': File too large") as error:
+    with pytest.raises(
+        OutputError, match=r"the file '.*/page' could not be written: File too large"
+    ) as error:
         replace_file(page, "x" * 2000)
     assert "\n" not in str(error.value)
     assert names(tmp_path) == (["page"] if there else [])
@@ -56,7 +58,7 @@ def test_whatever_goes_wrong_at_the_end_leaves_nothing(tmp_path, monkeypatch, er
 
 def test_a_place_below_a_file_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"file/page': Not a directory"):
+    with pytest.raises(OutputError, match=r"file/page' could not be written: Not a directory"):
         replace_file(tmp_path / "file" / "page", "new")
 
 
@@ -73,11 +75,11 @@ def test_a_link_stays_one(tmp_path):
 def test_a_device_is_written_into_and_never_replaced(tmp_path):
     link = tmp_path / "full"
     link.symlink_to("/dev/full")
-    with pytest.raises(OutputError, match=r"full': No space left on device"):
+    with pytest.raises(OutputError, match=r"full' could not be written: No space left on device"):
         replace_file(link, "new")
     replace_file(Path("/dev/null"), "new")
     assert Path("/dev/null").is_char_device()
-    with pytest.raises(OutputError, match="no regular file"), replacing(link) as partial:
+    with pytest.raises(OutputError, match="not a regular file"), replacing(link) as partial:
         partial.touch()
 
 
@@ -101,7 +103,7 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, limited):
     path = tmp_path / "rows" / "rows.jsonl"
     with open_for_lines(path) as file:
         append_line(file, "first", path)
-        with pytest.raises(OutputError, match=r"rows\.jsonl': File too large"):
+        with pytest.raises(OutputError, match=r"rows\.jsonl' could not be written: File too large"):
             append_line(file, "x" * 2000, path)
         append_line(file, "second", path)
     assert path.read_text() == "first\nsecond\n"

@@ -157,5 +157,5 @@ def parse(text: str) -> Case:
     case = Case(*text.split("/"))
     for axis, choices in AXES.items():
         if getattr(case, axis) not in choices:
-            raise ValueError(f"{axis}: expected one of {', '.join(choices)}, got {text}")
+            raise ValueError(f"{axis}: expected one of {', '.join(choices)}, but got {text}")
     return case

@@ -56,7 +56,7 @@ def _expected() -> Record:
     found = {kind: record.noted(loaded(kind)) for kind in KINDS}
     for kind, seen in found.items():
         if "error" in seen:
-            raise RuntimeError(f"{kind}: expected a file that is loaded, got {seen['error']}")
+            raise RuntimeError(f"{kind}: expected a file that is loaded, but got {seen['error']}")
         seen |= {"hold": len(seen["stages"]), "close": golden.closeness(KINDS[kind])}
     return found
 

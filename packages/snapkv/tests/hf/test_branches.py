@@ -65,10 +65,10 @@ REFUSED = {
     "a place behind the last": (
         5,
         [0, 5],
-        "places: expected different ascending indices from 0 to 4",
+        "places: expected indices between 0 and 4",
     ),
     "a place before the first": (5, [-1, 0], "places: .*got \\[-1, 0\\]"),
-    "a place twice": (5, [0, 0], "different ascending indices"),
+    "a place twice": (5, [0, 0], "without repetitions"),
     "places that descend": (5, [2, 1], "ascending"),
 }
 

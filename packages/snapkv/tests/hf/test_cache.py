@@ -94,7 +94,7 @@ def test_a_crop_that_one_layer_refuses_changes_none(model):
     call(model, cache, ids)
     before = kept_of(cache)
     with pytest.raises(
-        InvalidArgumentError, match="end of layer 2 are still stored by every head, got 40"
+        InvalidArgumentError, match="end of layer 2 are still stored by every head, but got 40"
     ):
         cache.crop(-40)
     assert kept_of(cache) == before
@@ -294,7 +294,7 @@ def test_a_model_that_has_no_caches_refuses_those_of_another(model):
 
 def test_a_refused_forward_pass_leaves_nothing_behind(model):
     cache, other = CompressedCache(model, POLICY), copy.deepcopy(tiny_model("llama"))
-    with pytest.raises(CacheMismatchError, match="another LlamaAttention"):
+    with pytest.raises(CacheMismatchError, match="a different LlamaAttention"):
         call(other, cache, random_ids(1, PROMPT))
     ids = random_ids(1, PROMPT + 40)
     fresh = CompressedCache(model, POLICY)
@@ -305,7 +305,7 @@ def test_a_refused_forward_pass_leaves_nothing_behind(model):
 def test_other_caches_around_or_beside_one_are_refused(model):
     cache, ids = CompressedCache(model, SnapKV(budget=20, window_size=8)), random_ids(1, 30)
     around = EncoderDecoderCache(cache, DynamicCache())
-    with pytest.raises(InvalidArgumentError, match="Pass the CompressedCache itself"):
+    with pytest.raises(InvalidArgumentError, match="Pass the CompressedCache directly"):
         model.generate(ids, past_key_values=around, max_new_tokens=2)
     beside = {"cache_implementation": "offloaded"}
     for options in (beside, {"generation_config": GenerationConfig(**beside)}):

@@ -195,7 +195,9 @@ def test_eager_attention_is_found_for_a_class_that_is_derived_elsewhere():
 def test_a_layer_that_the_configuration_does_not_count_is_refused_by_name():
     model = copy.deepcopy(tiny_model("llama"))
     model.model.layers[3].self_attn.layer_idx = 7
-    with pytest.raises(UnsupportedModelError, match=r"4 layers, got keys of layer 7\. Set config"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"4 layers, but got keys of layer 7\. Set config"
+    ):
         call(model, CompressedCache(model, SNAPKV), random_ids(1, 70))
 
 

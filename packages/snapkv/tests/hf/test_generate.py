@@ -164,7 +164,7 @@ def test_other_caches_pass_through_the_wrapped_model():
 
 REFUSED = {
     "healing": ({"token_healing": True}, InvalidArgumentError, "token_healing"),
-    "no cache": ({"use_cache": False}, InvalidArgumentError, "use_cache: expected True"),
+    "no cache": ({"use_cache": False}, InvalidArgumentError, "use_cache: the value must be True"),
     "no option": ({"not_an_option": 3}, ValueError, "not_an_option"),
 }
 
@@ -192,7 +192,7 @@ def test_no_prompt_is_read_once_a_step_however_the_cache_was_switched_off(given,
     model = copy.deepcopy(tiny_model("llama"))
     model.generation_config.use_cache = False
     cache = CompressedCache(model, POLICY)
-    with pytest.raises(InvalidArgumentError, match="use_cache: expected True"):
+    with pytest.raises(InvalidArgumentError, match="use_cache: the value must be True"):
         model.generate(random_ids(1, PROMPT), *given, past_key_values=cache, **OPTIONS, **options)
     assert cache.get_seq_length() == 0
 
@@ -200,7 +200,9 @@ def test_no_prompt_is_read_once_a_step_however_the_cache_was_switched_off(given,
 def test_a_mask_of_more_columns_than_tokens_is_refused():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, POLICY)
-    with pytest.raises(InvalidArgumentError, match=r"attention_mask: .* each of 80 tokens, got 90"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"attention_mask: .* each of the 80 tokens, but got 90"
+    ):
         model.generate(ids, attention_mask=torch.ones(1, 90), past_key_values=cache, **OPTIONS)
 
 

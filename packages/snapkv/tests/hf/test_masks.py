@@ -87,7 +87,9 @@ def test_a_row_of_padding_alone_is_refused(form):
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_a_mask_of_fewer_columns_than_tokens_is_refused(form):
     mask = in_form(form, columns_visible())
-    with pytest.raises(UnsupportedModelError, match=f"for each of {T + 1} tokens, got {T}. Pass"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"for each of the {T + 1} tokens, but got {T} columns. Pass"
+    ):
         leading_pads(mask, T - 1, T + 1, WINDOW)
 
 

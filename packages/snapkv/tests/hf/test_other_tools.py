@@ -124,7 +124,7 @@ def learned_tokens(tmp_path, demo):
         settings = kind(num_virtual_tokens=4, task_type="CAUSAL_LM")
         wrapped = peft.get_peft_model(copy.deepcopy(tiny_model("llama")), settings)
         for cached in (wrapped, wrapped.get_base_model()):
-            with pytest.raises(UnsupportedModelError, match="adapters that add no tokens"):
+            with pytest.raises(UnsupportedModelError, match="adapters that do not add tokens"):
                 generated(wrapped, cached)
 
 
@@ -375,6 +375,6 @@ def test_learned_tokens_are_refused():
             raise AssertionError
 
     model.prepare_inputs_for_generation = Wrapping().prepare
-    with pytest.raises(UnsupportedModelError, match="adapters that add no tokens"):
+    with pytest.raises(UnsupportedModelError, match="adapters that do not add tokens"):
         model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS)
     assert cache.get_seq_length() == 0

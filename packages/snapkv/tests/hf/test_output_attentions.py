@@ -34,7 +34,7 @@ def test_eager_gives_the_weights_of_what_is_stored_or_refuses(stored, by):
             torch.testing.assert_close(last.sum(dim=-1), torch.ones(1, 8, 1))
             return
         with pytest.raises(
-            UnsupportedModelError, match="output_attentions: there are no attention weights"
+            UnsupportedModelError, match="output_attentions: attention weights cannot be returned"
         ):
             model(random_ids(1, 1), past_key_values=cache, **asked)
         model.config.output_attentions = False

@@ -88,7 +88,7 @@ def test_the_arguments_name_of_transformers_5_24_is_refused_where_it_would_be_ig
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, POLICY)
     if "past_key_values" in passed(cache):
-        with pytest.raises(CacheMismatchError, match="as past_key_values=cache"):
+        with pytest.raises(CacheMismatchError, match="past_key_values=cache"):
             model(ids, cache=cache)
     model(ids, **passed(cache))
     assert cache.report().kept_tokens == 36
@@ -110,7 +110,7 @@ def test_a_model_that_replaces_the_cache_is_refused(mode):
     model.__class__ = type("OwnCode", (ReplacesTheCache, type(model)), {})
     cache = CompressedCache(model, POLICY)
     with pytest.raises(
-        UnsupportedModelError, match=r"read 0 of 80 tokens of the prompt into the cache"
+        UnsupportedModelError, match=r"read only 0 of the 80 tokens of the prompt into the cache"
     ):
         model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS, **mode)
     assert not cache.prompt_state.is_announced

@@ -63,7 +63,7 @@ def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(mod
 def test_ids_of_plain_calls_are_given(model):
     ids = random_ids(1, PROMPT)
     cache = read(model, POLICY, ids)
-    with pytest.raises(InvalidArgumentError, match=r"first 0 of its 90 tokens.*Pass input_ids"):
+    with pytest.raises(InvalidArgumentError, match=r"first 0 of its 90 tokens.*as input_ids"):
         cache.show(Numbers())
     page = cache.show(Numbers(), ids[0])
     assert page.pieces == [f"<{number}>" for number in ids[0].tolist()]
@@ -78,7 +78,9 @@ def test_one_row_of_a_padded_batch_is_shown_without_its_pads(model):
     model.generate(
         ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2, pad_token_id=0
     )
-    with pytest.raises(InvalidArgumentError, match=r"one row to show, got 2\. Pick one"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"one row of the batch .* got 2 rows\. Select one"
+    ):
         cache.show(Numbers())
     row = copy.copy(cache)
     row.batch_select_indices(torch.tensor([1]))
@@ -89,19 +91,19 @@ def test_one_row_of_a_padded_batch_is_shown_without_its_pads(model):
 
 def test_what_is_missing_is_said_in_one_line(model):
     cache = CompressedCache(model, POLICY)
-    with pytest.raises(CacheMismatchError, match=r"only 0 tokens of it\. Pass it to model"):
+    with pytest.raises(CacheMismatchError, match=r"only 0 tokens of it\. Pass the cache to model"):
         cache.show(Numbers())
     cache.expect_prompt(PROMPT)
     call(model, cache, random_ids(1, 30))
     with pytest.raises(
-        CacheMismatchError, match="has not read a prompt to its end, but only 30 tokens"
+        CacheMismatchError, match="has not read a whole prompt yet, but only 30 tokens"
     ):
         cache.show(Numbers())
     cache, output = generated(model)
     changed = output.clone()
     changed[0, 7] += 1
     for given, error, said in (
-        ((None,), InvalidTypeError, "tokenizer: expected the tokenizer of the model, got None"),
+        ((None,), InvalidTypeError, "tokenizer: expected the tokenizer of the model, but got None"),
         ((Numbers(), [1, 2]), InvalidTypeError, r"expected a \(1, tokens\) tensor of integers"),
         ((Numbers(), output[:, :40]), InvalidArgumentError, "one row of at least the 93 tokens"),
         ((Numbers(), output.repeat(2, 1)), InvalidArgumentError, "one row of at least the 93 tok"),
@@ -110,5 +112,5 @@ def test_what_is_missing_is_said_in_one_line(model):
         with pytest.raises(error, match=said):
             cache.show(*given)
     cache.drop([(10, 20)])
-    with pytest.raises(CacheMismatchError, match="spans of its text were dropped"):
+    with pytest.raises(CacheMismatchError, match="some spans of it have been dropped"):
         cache.show(Numbers())

@@ -34,14 +34,14 @@ EVICTS = METHODS["h2o"]
 
 REFUSED = [
     # Recall.
-    ("turns: expected 'recall' together", SNAPKV, HOST | {"turns": "append"}),
-    ("turns: expected 'recall' together", SNAPKV, HOST | COMPRESS),
+    ("turns: this argument must be 'recall'", SNAPKV, HOST | {"turns": "append"}),
+    ("turns: this argument must be 'recall'", SNAPKV, HOST | COMPRESS),
     ("turns: expected one of append, compress, recall", SNAPKV, HOST | {"turns": "forget"}),
-    ("recall_bytes: expected recall='host' or a folder", SNAPKV, {"recall_bytes": 5}),
-    ("recall_bytes: expected at least 1", SNAPKV, HOST | {"recall_bytes": 0}),
-    ("recall: the folder .* cannot be written to", SNAPKV, {"recall": "/proc/nowhere"}),
-    ("recall: the folder .*null byte.* Pass 'host' or another", SNAPKV, {"recall": "a\0b"}),
-    ("policy: expected a policy that only compresses prompts", EVICTS, HOST),
+    ("recall_bytes: .* together with recall='host' or a folder", SNAPKV, {"recall_bytes": 5}),
+    ("recall_bytes: expected a value of at least 1", SNAPKV, HOST | {"recall_bytes": 0}),
+    ("recall: files cannot be written to the folder", SNAPKV, {"recall": "/proc/nowhere"}),
+    ("recall: .* the folder .*null byte.* Use 'host' or a different", SNAPKV, {"recall": "a\0b"}),
+    ("policy: .* can only be used with a policy that only compresses prompts", EVICTS, HOST),
     ("policy: .*queries of earlier turns are not stored", ExpectedAttention(**BOTH), HOST),
     ("policy: .*queries of earlier turns are not stored", AdaKV(ExpectedAttention(**BOTH)), HOST),
     ("later turns are read once", KVzip(**BOTH), HOST),
@@ -50,16 +50,20 @@ REFUSED = [
     ("a policy with the same budget for all heads", AdaKV(SNAPKV), COMPRESS),
     ("a policy with the same budget for all heads", RATIO, COMPRESS),
     ("the same budget for all heads and layers", PyramidKV(**BOTH), COMPRESS),
-    ("which need only the last queries or none", ExpectedAttention(**BOTH), COMPRESS),
-    ("does not ask for positions", KVzap(64, gate=drawn_gate()), COMPRESS),
+    ("which do not need the queries of earlier turns", ExpectedAttention(**BOTH), COMPRESS),
+    ("does not need positions", KVzap(64, gate=drawn_gate()), COMPRESS),
     ("recall='host'", OWN_BUDGET, COMPRESS),
     (r"policy: .*share=0\.12", BYTES, COMPRESS),
     # Few bits.
     *(
-        (f"quantize: expected int8, int4, K8V4 .*, got '{gone}'", SNAPKV, {"quantize": gone})
+        (
+            f"quantize: the value must be int8, int4, K8V4 .*, but got '{gone}'",
+            SNAPKV,
+            {"quantize": gone},
+        )
         for gone in ("int3", "int2", "fp8", "auto")
     ),
-    ("quantize: expected a policy that only", EVICTS, {"quantize": "int8"}),
+    ("quantize: .* with a policy that only", EVICTS, {"quantize": "int8"}),
     # Budgets of all layers.
     *(
         (f"{next(iter(options))}|policy", METHODS[name], options)
@@ -85,7 +89,9 @@ def test_what_does_not_go_together(said, policy, options):
 @pytest.mark.parametrize("recall", ["cpu", "Host", "none"])
 def test_a_word_for_a_place_names_no_folder(recall, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgumentError, match=f"got '{recall}'. Pass 'host', or './{recall}'"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"got '{recall}'. Use 'host', or use './{recall}'"
+    ):
         CompressedCache(tiny_model("llama"), SNAPKV, recall=recall)
     assert not list(tmp_path.iterdir())
     CompressedCache(tiny_model("llama"), SNAPKV, recall=f"./{recall}")
@@ -148,14 +154,14 @@ LATER = [
         "llama",
         EVICTS,
         {},
-        "policy: drop works only with a policy that only compresses prompts",
+        "policy: spans can only be dropped with a policy that only compresses prompts",
     ),
     (
         drop,
         "llama",
         ExpectedAttention(**BOTH),
         {},
-        "drop works only with a policy that does not ask for positions",
+        "spans can only be dropped with a policy that does not need positions",
     ),
     (verify_drafts, "linear", SNAPKV, {}, "rejected drafts cannot be removed"),
     (
@@ -163,7 +169,7 @@ LATER = [
         "llama",
         EVICTS,
         {},
-        "drafts (Medusa, assistant model, prompt lookup) work only with",
+        "drafts (of Medusa, an assistant model or prompt lookup) only work with",
     ),
 ]
 

@@ -140,7 +140,7 @@ def _general(reason: str) -> str:
     """Return the problem without names, numbers and the remedy."""
     named = re.sub(r"\w+(For[A-Z]\w+|LMHeadModel|Attention)\b", "the model", reason)
     said = re.sub(r"one list of \d+ layers", "one list of layers", named)
-    return re.split(r", got |, such as |\. (?=[A-Z])", said)[0].replace("|", "\\|")
+    return re.split(r", but got |, such as |\. (?=[A-Z])", said)[0].replace("|", "\\|")
 
 
 def changes(known: dict[str, dict[str, Any]]) -> Iterator[str]:

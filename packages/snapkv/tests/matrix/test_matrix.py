@@ -67,7 +67,8 @@ def test_plan_and_report_count_what_grows(model):
         assert footprint.token_bytes == token
     else:
         with pytest.raises(
-            UnsupportedModelError, match=r"^model: the sizes of the family '\w+' are not known"
+            UnsupportedModelError,
+            match=r"^model: the sizes of models of the family '\w+' are not known",
         ):
             footprint_of_loaded(tiny(model))
     report = cache.report()

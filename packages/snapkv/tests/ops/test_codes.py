@@ -57,7 +57,7 @@ def test_numbers_come_back_within_half_a_step(bits, along, size, dtype, scale, s
 
 def test_what_is_not_finite_is_refused():
     for number in (float("nan"), float("inf")):
-        with pytest.raises(InvalidArgumentError, match="quantize: expected keys and values of at"):
+        with pytest.raises(InvalidArgumentError, match="quantize: the largest value for"):
             encode(torch.full((1, 32, 2), number), 4, along="tokens")
 
 

@@ -79,7 +79,7 @@ def test_what_flash_attention_cannot_do_is_refused_and_auto_does_it_in_blocks():
         (states(LENGTHS["tiny"], 3, dim_v=20), "heads that hold nothing"),
         (wanting, "gradients"),
     ):
-        with pytest.raises(InvalidArgumentError, match=f"'flash' with {why}"):
+        with pytest.raises(InvalidArgumentError, match=f"'flash' .*{why}"):
             attended(ragged_attention, given, impl="flash")
         same = attended(ragged_attention, given, impl="blocked")
         assert torch.equal(attended(ragged_attention, given), same)

@@ -267,7 +267,9 @@ def test_what_cannot_be_is_refused_by_name():
             InvalidArgumentError, match=r"policy: the scores of .* cannot be compared"
         ):
             AcrossLayers(policy)
-    with pytest.raises(InvalidArgumentError, match="policy: across-layers compares all layers"):
+    with pytest.raises(
+        InvalidArgumentError, match="policy: the method across-layers compares all layers"
+    ):
         POLICY.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=4))
 
 

@@ -158,7 +158,7 @@ def test_texts_and_files_make_the_same(text, made):
 )
 def test_what_is_no_budget(budget):
     with pytest.raises(
-        InvalidArgumentError, match=r"^budget[^\n]*expected [^\n]*, got [^\n]*\. [A-Z][^\n]*\.$"
+        InvalidArgumentError, match=r"^budget[^\n]*expected [^\n]*, but got [^\n]*\. [A-Z][^\n]*\.$"
     ):
         SnapKV(budget)
 

@@ -81,20 +81,22 @@ def test_a_file_gives_the_gate_back_and_a_changed_byte_is_refused(tmp_path):
             read_gate(path)
     for cut in (0, 7, 100, len(content) - 1):
         path.write_bytes(content[:cut])
-        with pytest.raises(InvalidArgumentError, match=r"gate: .*is not a gate, or it is damaged"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"gate: .*is not a valid gate, or it is damaged"
+        ):
             read_gate(path)
 
 
 def test_what_is_no_gate_is_refused(tmp_path, monkeypatch):
     for given, error, said in (
-        (tmp_path / "none", InvalidArgumentError, "cannot be read"),
-        (tmp_path, InvalidArgumentError, "cannot be read"),
+        (tmp_path / "none", InvalidArgumentError, "could not be read"),
+        (tmp_path, InvalidArgumentError, "could not be read"),
         (7, InvalidTypeError, "of type int"),
-        ({"layers": 1}, InvalidArgumentError, "the saved gate is not a gate"),
+        ({"layers": 1}, InvalidArgumentError, "the saved gate is not a valid gate"),
     ):
         with pytest.raises(error, match=f"^gate: .*{said}"):
             KVzap(gate=given)
-    with pytest.raises(InvalidArgumentError, match="bytes of weights"):
+    with pytest.raises(InvalidArgumentError, match="expected 24 bytes for"):
         Gate(layers=1, heads=1, key_size=2, value_size=2, data=b"12")
     with pytest.raises(InvalidArgumentError, match="finite"):
         Gate.of(torch.full((1, 1, 12), 1e9), 2, 2)
@@ -107,7 +109,7 @@ def test_what_is_no_gate_is_refused(tmp_path, monkeypatch):
 def test_a_gate_of_other_sizes_or_none_is_refused_where_it_is_asked():
     layer = random_layer(0, prompt_tokens=20, query_tokens=0)
     for gate in (drawn_gate(1, 3), drawn_gate(1, 2, 4), drawn_gate(2)):
-        with pytest.raises(InvalidArgumentError, match=r"gate: expected \(.* as in the model"):
+        with pytest.raises(InvalidArgumentError, match=r"gate: expected \(.* of the model"):
             KVzap(8, window_size=2, gate=gate).select(layer)
     with pytest.raises(InvalidArgumentError, match="gate: expected a gate that was"):
         KVzap(8, window_size=2).select(layer)
@@ -115,7 +117,7 @@ def test_a_gate_of_other_sizes_or_none_is_refused_where_it_is_asked():
 
 def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
     model, other = tiny_model("llama"), tiny_model("qwen2")
-    with pytest.raises(UnsupportedModelError, match="Fit one with `snapkv study fit-gate"):
+    with pytest.raises(UnsupportedModelError, match="Run `snapkv study fit-gate"):
         CompressedCache(model, AdaKV(KVzap(24, window_size=4)))
     gate = drawn_gate(model=digest_of(model))
     assert remember_gate(gate).parent == gates

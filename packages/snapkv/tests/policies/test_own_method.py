@@ -45,7 +45,7 @@ def test_scores_of_another_shape_or_kind_are_refused(wrapped, scored_by, got):
     model = tiny_model("llama")
     policy = around(wrapped)(Own(24, window_size=8, scored_by=scored_by))
     cache = CompressedCache(model, policy)
-    with pytest.raises(InvalidArgumentError, match=rf"score: expected \(2, 2, 52\).*got {got}"):
+    with pytest.raises(InvalidArgumentError, match=rf"score: expected .*\(2, 2, 52\).*got {got}"):
         call(model, cache, random_ids(2, 60))
 
 
@@ -61,7 +61,7 @@ def test_scores_that_are_no_numbers_are_refused_by_name(wrapped):
     cache = CompressedCache(
         model, around(wrapped)(Own(24, window_size=8, scored_by=in_the_second_layer))
     )
-    with pytest.raises(InvalidArgumentError, match=r"^score: own returned NaN"):
+    with pytest.raises(InvalidArgumentError, match=r"^score: the method own returned"):
         call(model, cache, random_ids(2, 60))
     assert next(asked) == 4
     cache.reset()

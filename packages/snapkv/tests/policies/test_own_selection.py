@@ -95,9 +95,21 @@ def counting_a_filler(layer, indices):
 
 
 WRONG = {
-    "unsorted": (with_entries((3, 44), (4, 43)), "indices that do not ascend", "Sort keep_ind"),
-    "descending": (with_indices(lambda each: each.flip(-1)), "do not ascend", "Sort keep_ind"),
-    "duplicate": (with_entries((3, 44)), "an index twice", "Return each position once"),
+    "unsorted": (
+        with_entries((3, 44), (4, 43)),
+        "indices that are not in ascending order",
+        "Sort keep_ind",
+    ),
+    "descending": (
+        with_indices(lambda each: each.flip(-1)),
+        "not in ascending order",
+        "Sort keep_ind",
+    ),
+    "duplicate": (
+        with_entries((3, 44)),
+        "the same index twice",
+        "Return each position only once for each head",
+    ),
     "negative": (with_entries((3, -2)), "negative indices", "padding_slots"),
     "a leading -1 that is not counted": (with_entries((0, -1)), "negative ind", "padding_slots"),
     "beyond": (with_entries((19, TOKENS)), "indices of 60 or more", "layer.keys"),
@@ -118,11 +130,11 @@ WRONG = {
     "counts beyond": (
         saying(head_tokens=torch.tensor([[20, 20], [20, 21]])),
         "head_tokens that are negative or larger",
-        "Count the leading",
+        "In padding_slots, count",
     ),
     "counts of other rows": (saying(head_tokens=torch.tensor([[9]])), "head_tokens of", "Pass"),
     "counts that include a -1": (counting_a_filler, "negative indices", "head_tokens"),
-    "padding beyond": (saying(padding_slots=torch.tensor([0, 21])), "negative or larger", "Count"),
+    "padding beyond": (saying(padding_slots=torch.tensor([0, 21])), "negative or larger", "count"),
     "counts in a list": (saying(head_tokens=[[9, 9]] * 2), "head_tokens of list", "tensor of int"),
     "counts that are not whole": (
         saying(head_tokens=torch.full((2, 2), 9.5)),
@@ -151,7 +163,7 @@ def test_a_wrong_selection_is_refused_by_name(name):
     if then:
         policy = PromptThenDecode(prompt=policy, decode=TOVA(64))
     cache = CompressedCache(tiny_model("llama"), policy)
-    line = rf"^select: expected .* from Chosen in layer .*, got .*{said}.*\. .*{remedy}"
+    line = rf"^select: expected .* from Chosen in layer .*, but got .*{said}.*\. .*{remedy}"
     with pytest.raises(InvalidArgumentError, match=line):
         call(cache.model, cache, random_ids(2, TOKENS))
 
@@ -176,7 +188,7 @@ def test_the_layer_is_named_and_the_cache_can_be_used_again():
         return Selection.of(layer, indices.flip(-1) if layers == [0, 1, 2] else indices)
 
     cache = CompressedCache(tiny_model("llama"), Chosen(wrong_in_the_third))
-    with pytest.raises(InvalidArgumentError, match=r"from Chosen in layer 2, got .*\. Sort"):
+    with pytest.raises(InvalidArgumentError, match=r"from Chosen in layer 2, but got .*\. Sort"):
         call(cache.model, cache, random_ids(2, TOKENS))
     assert layers == [0, 1, 2, 3]  # a GPU is waited for behind the last one
     cache.reset()
@@ -191,7 +203,9 @@ def test_of_stacked_layers_the_right_one_is_named():
         return Selection.of(layer, indices)
 
     cache = CompressedCache(tiny_model("llama"), Stacked(wrong_in_the_third))
-    with pytest.raises(InvalidArgumentError, match=r"from Stacked in layer 2, got an index twice"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"from Stacked in layer 2, but got the same index twice"
+    ):
         call(cache.model, cache, random_ids(2, TOKENS))
 
 
@@ -205,14 +219,16 @@ def test_a_wrong_selection_of_a_later_turn_is_refused(turns):
 
     cache = read(tiny_model("llama"), Budgeted(wrong_later), random_ids(1, TOKENS), turns=turns)
     cache.expect_prompt(TOKENS + 9)
-    with pytest.raises(InvalidArgumentError, match=r"from Budgeted in layer .* do not ascend"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"from Budgeted in layer .* not in ascending order"
+    ):
         call(cache.model, cache, random_ids(1, 9))
 
 
 @pytest.mark.parametrize("change", [lambda each: each - KEPT, lambda each: each[..., :0]])
 def test_a_window_that_is_promised_is_kept(change):
     policy = WithWindow(24, window_size=8, made_by=with_indices(change))
-    said = r"in layer 0, got less than the window of the last 8 tokens.*subclass Policy"
+    said = r"in layer 0, but got fewer tokens than the window of the last 8.*inherit from Policy"
     with pytest.raises(InvalidArgumentError, match=said):
         read(tiny_model("llama"), policy, random_ids(2, TOKENS))
 

@@ -62,7 +62,7 @@ REFUSED = [
     (SnapKV, {"budget": 32}, VALUE, "budget", "got 32"),  # the window alone
     (SnapKV, {"window_size": 1024}, VALUE, "budget", "got 1024"),  # against the default
     (SnapKV, {"budget": 64.0}, TYPE, "budget", "got 64.0 of type float"),
-    (SnapKV, {"budget": "many"}, TYPE, "budget", "such as 'auto' or '12%', got 'm"),
+    (SnapKV, {"budget": "many"}, TYPE, "budget", "such as '12%', but got 'm"),
     (SnapKV, {"budget": True}, TYPE, "budget", "got True of type bool"),
     (SnapKV, {"window_size": 0}, VALUE, "window_size", "got 0"),
     (SnapKV, {"window_size": None}, TYPE, "window_size", "got None of type NoneType"),
@@ -78,13 +78,13 @@ REFUSED = [
     (SnapKV, {"budget": {"auto": 3}}, VALUE, "budget", "got {'auto': 3}"),
     (SnapKV, {"budget": {"auto": {"x": 1}}}, VALUE, "budget", "got {'auto'"),
     (SnapKV, {"budget": {"auto": {}, "z": 2}}, VALUE, "budget", "got {'auto'"),
-    (PyramidKV, {"budget": "auto"}, VALUE, "budget", "which the method pyramidkv lacks"),
+    (PyramidKV, {"budget": "auto"}, VALUE, "budget", "but the method pyramidkv has no votes"),
     (KeyDiff, {"budget": "auto"}, VALUE, "budget", "keydiff"),
     (AutoBudget, {"lost_vote": 0}, VALUE, "lost_vote", "got 0"),
     (AutoBudget, {"lost_vote": True}, TYPE, "lost_vote", "got True"),
     (AutoBudget, {"least": 0}, VALUE, "least", "got 0"),
     (AutoBudget, {"least": 50, "most": 50}, VALUE, "most", "got 50"),
-    (SnapKV, {"kernel_size": 2}, VALUE, "kernel_size", "got 2. Pass 3"),
+    (SnapKV, {"kernel_size": 2}, VALUE, "kernel_size", "got 2. Use 3"),
     (SnapKV, {"kernel_size": 5.0}, TYPE, "kernel_size", "got 5.0 of type float"),
     (SnapKV, {"kernel_size": (3,)}, VALUE, "kernel_size", "got (3,)"),
     (SnapKV, {"kernel_size": (-1, 2)}, VALUE, "kernel_size, before", "got -1"),
@@ -109,69 +109,75 @@ REFUSED = [
     ),
     (AdaKV, {"policy": 36}, TYPE, "policy", "got 36"),
     (AdaKV, {"policy": H2O(36)}, TYPE, "policy", "got H2O("),
-    (AdaKV, {"safeguard": 0}, VALUE, "safeguard", "(0, 1], got 0"),
+    (AdaKV, {"safeguard": 0}, VALUE, "safeguard", "(0, 1], but got 0"),
     *((policy, {"budget": "12%"}, VALUE, "budget", policy.name) for policy in EVICTING),
     (PyramidKV, {"budget": "12%", "published": True}, VALUE, "budget", "published"),
-    (PromptThenDecode, {"prompt": SnapKV("12%"), "decode": TOVA(64)}, VALUE, "prompt", "a number"),
+    (
+        PromptThenDecode,
+        {"prompt": SnapKV("12%"), "decode": TOVA(64)},
+        VALUE,
+        "prompt",
+        "a budget in tokens",
+    ),
     (CriticalKV, {"policy": AdaKV()}, TYPE, "policy", "wrap CriticalKV in AdaKV"),
     (CriticalKV, {"first_share": 0.0}, VALUE, "first_share", "got 0.0"),
     (H2O, {"budget": 10, "recent": 10, "heavy": 1}, VALUE, "budget", "got budget=10"),
     (H2O, {"budget": 10, "recent": 11}, VALUE, "budget", "heavy=-1"),
     (H2O, {"recent": 0, "heavy": 4}, VALUE, "recent", "got 0"),
-    (StreamingLLM, {"budget": 4}, VALUE, "budget", "Pass a budget of at least 5"),
+    (StreamingLLM, {"budget": 4}, VALUE, "budget", "Use a budget of at least 5"),
     (StreamingLLM, {"start": -1}, VALUE, "start", "got -1"),
     (StreamingLLM, {"positions": "slot"}, VALUE, "positions", "got 'slot'"),
     (TOVA, {"budget": 0}, VALUE, "budget", "got 0"),
-    (Scissorhands, {"budget": 10}, VALUE, "budget", "Pass a budget of at least 11"),
+    (Scissorhands, {"budget": 10}, VALUE, "budget", "Use a budget of at least 11"),
     (Scissorhands, {"budget": 64, "drop": 55}, VALUE, "budget", "drop=55"),
     (Scissorhands, {"budget": 20, "gamma": 0.5}, VALUE, "gamma", "gamma=0.5"),
-    (Scissorhands, {"gamma": 1}, VALUE, "gamma", "gamma=1 leaves"),
+    (Scissorhands, {"gamma": 1}, VALUE, "gamma", "with gamma=1, a layer keeps"),
     (Scissorhands, {"gamma": "0.5"}, TYPE, "gamma", "got '0.5'"),
     (Scissorhands, {"threshold": "mean"}, VALUE, "threshold", "got 'mean'"),
     (Scissorhands, {"recent": 0}, VALUE, "recent", "got 0"),
     (RKV, {"budget": 8}, VALUE, "budget", "got 8"),
-    (RKV, {"budget": "auto"}, TYPE, "budget", "an integer, got 'auto'"),
+    (RKV, {"budget": "auto"}, TYPE, "budget", "an integer, but got 'auto'"),
     (RKV, {"evict_every": 0}, VALUE, "evict_every", "got 0"),
     (RKV, {"kernel_size": (0, 3)}, TYPE, "kernel_size", "got (0, 3)"),
-    (RKV, {"mix_lambda": 1.5}, VALUE, "mix_lambda", "[0, 1], got 1.5"),
+    (RKV, {"mix_lambda": 1.5}, VALUE, "mix_lambda", "[0, 1], but got 1.5"),
     (RKV, {"exempt": -1}, VALUE, "exempt", "got -1"),
-    (FastGen, {"recovery": 1.01}, VALUE, "recovery", "(0, 1], got 1.01"),
+    (FastGen, {"recovery": 1.01}, VALUE, "recovery", "(0, 1], but got 1.01"),
     (FastGen, {"local_ratio": 0}, VALUE, "local_ratio", "got 0"),
-    (FastGen, {"special_ids": [1, 2]}, TYPE, "special_ids", "token ids, got [1, 2] of type"),
+    (FastGen, {"special_ids": [1, 2]}, TYPE, "special_ids", "token ids, but got [1, 2] of type"),
     (FastGen, {"special_ids": (1, "2")}, TYPE, "special_ids", "contains '2'"),
     (FastGen, {"special_ids": ((),)}, TYPE, "special_ids", "contains ()"),
     (FastGen, {"punctuation_ids": (1, -2)}, VALUE, "punctuation_ids", "got -2"),
     (PromptThenDecode, {"prompt": H2O(64)}, TYPE, "prompt", "got h2o"),
     (PromptThenDecode, {"prompt": 64}, TYPE, "prompt", "got 64"),
-    (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "a method that evicts during"),
+    (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "a method that evicts while"),
     (PromptThenDecode, {"decode": SnapKV(64)}, TYPE, "decode", "got snapkv"),
     (PromptThenDecode, {"decode": PromptThenDecode()}, TYPE, "decode", "got prompt-then-decode"),
     (PromptThenDecode, {"prompt": AdaKV(SnapKV(64))}, VALUE, "prompt", "got AdaKV"),
-    (PromptThenDecode, {"prompt": KVzip(64)}, VALUE, "prompt", "Use this method on"),
+    (PromptThenDecode, {"prompt": KVzip(64)}, VALUE, "prompt", "Use this method"),
     *(
         (PromptThenDecode, {"prompt": policy}, VALUE, "prompt", said)
         for policy in (SnapKV(keep_ratio=0.5), SnapKV("auto"), SnapKV("12%"), FullCache())
-        for said in ("a method with a number of tokens, which must fit", repr(policy))
+        for said in ("a method with a budget in tokens", repr(policy))
     ),
-    (SnapKV, {"budget": 0.25}, TYPE, "budget", "Pass keep_ratio=0.25"),
-    (SnapKV, {"budget": 64.0}, TYPE, "budget", "Pass a whole number of at least 33"),
-    (SnapKV, {"budget": True}, TYPE, "budget", "Pass a whole number of at least 33"),
+    (SnapKV, {"budget": 0.25}, TYPE, "budget", "Use keep_ratio=0.25"),
+    (SnapKV, {"budget": 64.0}, TYPE, "budget", "Use an integer of at least 33"),
+    (SnapKV, {"budget": True}, TYPE, "budget", "Use an integer of at least 33"),
     (AdaKV, {"keep_ratio": 0.25}, TYPE, "keep_ratio", "AdaKV(SnapKV(keep_ratio=0.25))"),
     (PromptThenDecode, {"budget": 9}, TYPE, "budget", "PromptThenDecode(prompt=SnapKV(budget=9))"),
     (SnapKV, {"max_capacity_prompt": 2048}, TYPE, "max_capacity_prompt", "Write budget=2048, see"),
     (SnapKV, {"window": 16}, TYPE, "window", "Write window_size=16, see docs/migrating.md"),
-    (SnapKV, {"windowsize": 16}, TYPE, "windowsize", "Write window_size"),
+    (SnapKV, {"windowsize": 16}, TYPE, "windowsize", "Use window_size"),
     (H2O, {"hh_size": 16}, TYPE, "hh_size", "Write heavy=16, see docs/migrating.md"),
     (StreamingLLM, {"start_size": 4}, TYPE, "start_size", "Write start=4, see docs/migrating"),
-    (AutoBudget, {"lostvote": 0.1}, TYPE, "lostvote", "Write lost_vote"),
-    (KVCodes, {"exact_layers": 1}, TYPE, "exact_layers", "Leave it out"),
+    (AutoBudget, {"lostvote": 0.1}, TYPE, "lostvote", "Use lost_vote"),
+    (KVCodes, {"exact_layers": 1}, TYPE, "exact_layers", "Remove this argument"),
     *(
         (policy, {"colour": 1}, TYPE, "colour", said)
         for policy in POLICIES.values()
-        for said in (f"unknown argument of {policy.__name__}, expected", "Leave it out")
+        for said in (f"the method {policy.__name__} has no such argument", "Remove this argument")
     ),
     *(
-        (policy, {"keep_ratio": 0.25}, TYPE, "keep_ratio", "Pass budget=, a number of tokens")
+        (policy, {"keep_ratio": 0.25}, TYPE, "keep_ratio", "Use the argument budget, which is")
         for policy in EVICTING
     ),
     (PromptThenDecode, {"decode": TOVA(63)}, VALUE, "decode", "of at least 1024"),
@@ -210,7 +216,7 @@ def test_the_smallest_parameters_are_accepted():
         (
             SnapKV,
             (512, 16),
-            r"expected budget by position, got 2 arguments\. .*keep_ratio=",
+            r"expected budget by position, but got 2 arguments\. .*keep_ratio=",
         ),
         (
             PromptThenDecode,
@@ -390,12 +396,14 @@ def test_what_is_no_number_stays_refused():
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_kvpress_idioms_point_to_the_page_about_it(name):
-    with pytest.raises(InvalidTypeError, match=r"expected keep_ratio=.*[Ss]ee docs/migrating\.md"):
+    with pytest.raises(
+        InvalidTypeError, match=r"expected either keep_ratio.*[Ss]ee docs/migrating\.md"
+    ):
         POLICIES[name](compression_ratio=0.5)
     with pytest.raises(InvalidTypeError, match=r"CompressedCache\(model, .*see docs/migrating\.md"):
         SnapKV()(object())
     press = f"{POLICIES[name].__name__}Press"
     with pytest.raises(
-        ImportError, match=rf"{press} is a name of kvpress\. .*[Ss]ee docs/migrating\.md"
+        ImportError, match=rf"{press} is a name from kvpress.*[Ss]ee docs/migrating\.md"
     ):
         getattr(snapkv, press)

@@ -62,5 +62,5 @@ def test_a_method_of_ones_own_has_them_by_declaring_them():
 
     layer = rated([0.0, 0.1, 0.2, 0.3, 0.4, 0.0])
     assert kept(Latest(4, window_size=1), layer) == [[[0, 1, 4, 5]]]
-    with pytest.raises(InvalidArgumentError, match="sink_tokens: expected at least 0"):
+    with pytest.raises(InvalidArgumentError, match="sink_tokens: expected a value of at least 0"):
         Latest(4, window_size=1, sink_tokens=-1)

@@ -64,8 +64,8 @@ REFUSED = {
         {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 256, **LONG},
         "rope_type 'longrope'",
     ),
-    "latent attention": ("deepseek_v3", None, "DeepseekV3ForCausalLM has latent attention"),
-    "learned positions": ("gpt2", None, "GPT2LMHeadModel in layer 0 change"),
+    "latent attention": ("deepseek_v3", None, "DeepseekV3ForCausalLM uses latent attention"),
+    "learned positions": ("gpt2", None, "GPT2LMHeadModel in layer 0 depend"),
 }
 
 

@@ -48,7 +48,7 @@ class WrongError(Exception):
 
 def kind_of(error: SnapKVError) -> str:
     """What kind of refusal it is: the argument, what was expected, without numbers and names."""
-    return f"{type(error).__name__}: {str(error).partition(', got ')[0]}"
+    return f"{type(error).__name__}: {str(error).partition(', but got ')[0]}"
 
 
 def reading(
@@ -192,7 +192,9 @@ class Judge:
         cache = state.cache
         seen = {layer.seen_tokens for layer in cache.prompt_state.layers}
         if seen != {state.seen}:
-            raise WrongError(f"layers: expected all to have seen {state.seen} tokens, got {seen}")
+            raise WrongError(
+                f"layers: expected all to have seen {state.seen} tokens, but got {seen}"
+            )
         for layer in cache.prompt_state.layers:
             require_integrity(layer)
         report = cache.report()
@@ -391,7 +393,7 @@ def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:
     real = kept[..., :-1] >= 0
     wrong = bool(((steps <= 0) & real).any()) or bool((kept >= tokens[:, None, None]).any())
     if kept.shape[-1] and (wrong or bool((kept < -1).any())):
-        raise WrongError(f"layer {layer}: expected ascending positions, got {kept.tolist()}")
+        raise WrongError(f"layer {layer}: expected ascending positions, but got {kept.tolist()}")
 
 
 def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[str, Any]) -> None:

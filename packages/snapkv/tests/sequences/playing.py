@@ -293,7 +293,9 @@ class Game:
         self._unless_refused(lambda: state.cache.crop(-count))
         after = self.judge.whole_layers(state)
         if after - before and len(after) < len(state.cache.compressed_layers):
-            raise WrongError(f"crop: expected to recall all layers or none, got {after - before}")
+            raise WrongError(
+                f"crop: expected to recall all layers or none, but got {after - before}"
+            )
         left = state.seen - count
         if state.full is not None:
             try:

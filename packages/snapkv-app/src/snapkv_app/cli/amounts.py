@@ -41,7 +41,7 @@ def count(name: str, text: str, before: str | None = None) -> int:
             return int(whole) * (-1 if sign else 1)
     raise wrong(
         name,
-        f"expected a whole number such as 4096, 4k or 1.5k, got {text!r}",
+        f"expected a whole number such as 4096, 4k or 1.5k, but got {text!r}",
         f"For example, use {before or f'{_option(name)} '}4k",
     )
 
@@ -69,7 +69,7 @@ def integers(name: str, text: str) -> tuple[int, ...]:
         return counts(name, text)
     raise wrong(
         name,
-        f"expected whole numbers with commas between them, got {text!r}",
+        f"expected whole numbers separated by commas, but got {text!r}",
         f"For example, use {_option(name)} 1024,4k",
     )
 
@@ -90,7 +90,8 @@ def kernel(text: str) -> int | tuple[int, int]:
     if found is None:
         raise wrong(
             "kernel_size",
-            f"expected a width such as 7, or positions before and after such as 0+12, got {text!r}",
+            "expected a width such as 7, or the positions before and after such as 0+12, but got "
+            f"{text!r}",
             "For example, use --kernel-size 0+12",
         )
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
@@ -123,9 +124,9 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
     except InvalidArgumentError:
         raise wrong(
             "budget",
-            "expected tokens such as 4096 or 4k, a share such as 12%, bytes such as 64MiB, or "
-            f"{AUTO}, got {text!r}",
-            "For example, use --budget 4k, or --policy full to keep everything",
+            "expected a number of tokens such as 4096 or 4k, a share such as 12%, a size such as "
+            f"64MiB, or {AUTO}, but got {text!r}",
+            "For example, use --budget 4k, or use --policy full to keep all tokens",
         ) from None
     if least is not None:
         require_int("budget", number, least)
@@ -146,7 +147,8 @@ def _auto_parameter(text: str) -> tuple[str, int | float]:
         return name, float(value)
     raise wrong(
         "budget",
-        f"expected auto with lost_vote, least or most, got {text.strip()!r}",
+        "the budget auto can only have the parameters lost_vote, least and most, but got "
+        f"{text.strip()!r}",
         "For example, use --budget auto:lost_vote=0.001,most=4k",
     )
 
@@ -163,7 +165,7 @@ def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
         return tuple(token_budget(part) for part in parts)
     raise wrong(
         "budget",
-        f"expected budgets with commas between them, got {text!r}",
+        f"expected a list of budgets separated by commas, but got {text!r}",
         "For example, use --budget 1024,4k, --budget auto or --budget 12%,64MiB",
     )
 
@@ -185,8 +187,8 @@ def storage_bits(text: str) -> tuple[str, ...]:
     if not words or len(set(words)) < len(words) or not all(map(_is_storage, words)):
         raise wrong(
             "bits",
-            f"expected {EXACT}, int8, int4, or bits of keys and values such as k8v4, without "
-            f"repetitions, got {text!r}",
+            f"expected {EXACT}, int8, int4, or the bits of keys and values such as k8v4, without "
+            f"repetitions, but got {text!r}",
             f"For example, use --bits {EXACT},int4",
         )
     return tuple(words)
@@ -202,8 +204,8 @@ def one_storage(text: str) -> str | None:
     if more:
         raise wrong(
             "bits",
-            f"expected one word, such as {EXACT} or int4, got {text!r}",
-            "Run the command again for each of the others",
+            f"expected one word, such as {EXACT} or int4, but got {text!r}",
+            "Run the command once for each of the other words",
         )
     return None if word == EXACT else word
 
@@ -231,7 +233,7 @@ def byte_count(name: str, text: str, before: str | None = None) -> int:
         return int(Decimal(found[1]) * base ** _POWERS[(found[2] or "").lower()])
     raise wrong(
         name,
-        f"expected bytes with a unit, such as 80GB or 24GiB, got {text!r}",
+        f"expected a size with a unit, such as 80GB or 24GiB, but got {text!r}",
         f"For example, use {before or f'{_option(name)} '}80GB",
     )
 
@@ -326,5 +328,5 @@ class ReadingLimitParameter(WholeNumber):
             return ReadingLimit(number)
         if found := re.fullmatch(r"\s*0*([1-9]\d{,5})\s*s\s*", time):
             return ReadingLimit(number, int(found[1]))
-        problem = f"expected tokens, or tokens and seconds such as 4k,90s, got {text!r}"
+        problem = f"expected tokens, or tokens and seconds such as 4k,90s, but got {text!r}"
         raise wrong(name, problem, f"For example, use {_option(name)} 4k,90s")

@@ -192,8 +192,8 @@ class _CommandWithDefaults(_FlagsWithoutType, TyperCommand):
         for option in given:
             takes_one = not (option.multiple or getattr(option, "is_flag", False))
             if takes_one and (times := given.count(option)) > 1:
-                problem = f"{option.opts[0]} is given {times} times"
-                raise wrong(option.name, problem, "Leave out all but one")
+                problem = f"the option {option.opts[0]} is used {times} times"
+                raise wrong(option.name, problem, "Use this option only once")
         options = {each.name: each for each in self.params if each.param_type_name == "option"}
         found = defaults_for(str(self.name), options.keys(), typed)
         context.default_map = {
@@ -309,8 +309,8 @@ def _run(arguments: list[str]) -> int:
     """
     for text in arguments:
         if "\0" in text:
-            problem = f"expected texts without a NUL byte, got {text!r}"
-            raise wrong("arguments", problem, "Leave the NUL byte out")
+            problem = f"an argument cannot contain a NUL byte, but got {text!r}"
+            raise wrong("arguments", problem, "Remove the NUL byte")
     if _COMPLETES in os.environ:
         _parser().main(arguments, prog_name="snapkv", complete_var=_COMPLETES)
     name = arguments[0] if arguments else ""

@@ -47,7 +47,7 @@ def ask(
     """
     require_question(question)
     if bool(files) == (options.library is not None):
-        problem = f"expected either files or --library, got {'both' if files else 'neither'}"
+        problem = f"expected either files or --library, but got {'both' if files else 'neither'}"
         raise wrong("files", problem, f"For example, run {EXAMPLES['ask'][0]}")
     if not files:
         _ask_library(options, question, context.obj)
@@ -114,7 +114,7 @@ def generate(
         Exit: the first tokens differ, with ``--check``; the exit status is 3.
     """
     if not (files or prompt):
-        problem = "expected --prompt or a file, got neither"
+        problem = "expected --prompt or a file, but got neither"
         raise wrong("prompt", problem, f"For example, run {EXAMPLES['generate'][0]}")
     require_unicode("prompt", prompt)
     policy, fields = _read_files(files or [], options, context.obj)

@@ -119,7 +119,7 @@ def explained_length(
         command = changed_command(typed, {"passages": ReadingLimit(tokens, most_seconds)})
         raise PromptTooLongError(
             f"{str(error).rstrip('.')}. To read the passages that match the question best, "
-            f"{tokens:,} tokens in about {seconds:.0f} s, run: {command}"
+            f"{tokens:,} tokens in about {seconds:.0f} seconds, run: {command}"
         ) from error
 
 

@@ -108,16 +108,20 @@ def _require_chat_options(options: RunOptions, files: Sequence[str], recall: str
     """
     for name in ("compare", "check", "answer_start", *DRAFTS):
         if getattr(options, name):
-            raise wrong(name, "this option is for snapkv ask, not for chat", "Leave it out")
+            raise wrong(
+                name,
+                "this option is only available for snapkv ask and not for snapkv chat",
+                "Remove this option",
+            )
     if recall is not None and not recall.strip():
-        problem = "expected host, a folder or none, got an empty text"
-        raise wrong("recall", problem, "Leave the option out for host")
+        problem = "expected host, none or the name of a folder, but got an empty text"
+        raise wrong("recall", problem, "Remove this option to use the default, host")
     if recall not in (None, "host", "none") and not Path(recall).absolute().parent.is_dir():
-        problem = f"expected host, none or a folder in an existing one, got {recall!r}"
-        raise wrong("recall", problem, f"Create {str(Path(recall).parent)!r} first")
+        problem = f"expected host, none or a folder in an existing folder, but got {recall!r}"
+        raise wrong("recall", problem, f"Create the folder {str(Path(recall).parent)!r} first")
     if text_files.STDIN in files:
-        problem = "a document cannot be -, since the questions come from standard input"
-        raise wrong("files", problem, "Pass a file")
+        problem = "a document cannot be -, because the questions are read from standard input"
+        raise wrong("files", problem, "Use the name of a file instead of -")
 
 
 def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
@@ -144,8 +148,8 @@ def _policy_of(options: RunOptions, recall: str | None) -> "Policy":
         got = options.budget if isinstance(options.budget, str) else kind
         raise wrong(
             "budget",
-            f"expected a number of tokens with --recall none, got {got}",
-            f"Pass --budget {DEFAULT_BUDGET}, or leave --recall none out",
+            f"--recall none needs a budget in tokens, but got {got}",
+            f"For example, use --budget {DEFAULT_BUDGET}, or remove --recall none",
         )
     return policy
 
@@ -217,8 +221,8 @@ class Chat:
         if name not in commands:
             known = [*commands, "/quit"]
             # A mistyped command is no failure of a turn, so the exit status stays 0.
-            problem = f"expected one of {', '.join(known)}, got {name!r}"
-            remedy = nearest(name, known, "Type /help for the commands")
+            problem = f"expected one of {', '.join(known)}, but got {name!r}"
+            remedy = nearest(name, known, "Type /help to see a list of all commands")
             self._note(f"snapkv: {wrong('command', problem, remedy)}")
             return
         commands[name](argument.strip())
@@ -310,8 +314,8 @@ class Chat:
         """
         if not os.path.isfile(_require_name(path)):
             got = "a folder" if os.path.isdir(path) else "no file"
-            problem = f"expected a saved conversation, got {got} at {path!r}"
-            raise wrong("path", problem, "Save one with /save FILE")
+            problem = f"expected a saved conversation, but found {got} at {path!r}"
+            raise wrong("path", problem, "Use /save FILE to save a conversation")
         self.conversation, self.warnings = self.load(path), []
         self.saved.clear()
         self._note(
@@ -339,5 +343,9 @@ def _require_name(path: str) -> str:
     """
     if not path or "\0" in path:
         got = repr(path) if path else "none"
-        raise wrong("path", f"expected the name of a file, got {got}", "Add a name")
+        raise wrong(
+            "path",
+            f"expected the name of a file, but got {got}",
+            "Write the name of the file after the command",
+        )
     return path

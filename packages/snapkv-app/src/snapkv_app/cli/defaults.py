@@ -109,14 +109,16 @@ def _table(path: Path) -> dict[str, Any] | None:
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it is larger than {_MOST_BYTES:,} bytes")
+            raise ValueError(f"the file is larger than {_MOST_BYTES:,} bytes")
         read = tomllib.loads(path.read_text("utf-8"))
         return read if path.name == FILE else read.get("tool", {}).get("snapkv")
     except (OSError, ValueError, AttributeError) as error:
         if path.name == PROJECT_FILE:
             return None  # other tools report what is wrong with it
         raise wrong(
-            str(path), f"cannot be read as TOML ({error})", "Correct the file, or remove it"
+            str(path),
+            f"the file is not a valid TOML file ({error})",
+            "Correct the error, or delete the file",
         ) from error
 
 
@@ -131,11 +133,13 @@ def _default(path: Path, name: str, value: Any) -> tuple[str, Default]:
     if option not in OPTIONS:
         raise wrong(
             str(path),
-            f"sets {name!r}, which has no default that a file can set",
-            f"Set only {', '.join(OPTIONS)}",
+            f"the file sets {name!r}, but a default for this option cannot be set in a file",
+            f"The options that can be set are {', '.join(OPTIONS)}",
         )
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise wrong(
-            str(path), f"sets {name} to {value!r}, not to a text or a whole number", "Correct it"
+            str(path),
+            f"the value of {name} must be a text or a whole number, but got {value!r}",
+            "Correct the value",
         )
     return option, Default(str(value), str(path))

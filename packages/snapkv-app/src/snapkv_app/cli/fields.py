@@ -125,7 +125,7 @@ def field_options(
             continue
         hint, default = hints[field.name], field.default
         if default is MISSING:
-            raise TypeError(f"{kind.__name__}.{field.name} has no default to show")
+            raise TypeError(f"the field {kind.__name__}.{field.name} does not have a default value")
         marks: list[WholeNumber] = []
         metavar = None
         if get_origin(hint) is tuple:

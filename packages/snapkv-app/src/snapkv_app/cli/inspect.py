@@ -69,7 +69,7 @@ class InspectOptions(MethodOptions, WritingOptions):
                 _ = token_budget(budget) if at else None
             except InvalidArgumentError as error:
                 problem = f"the budget of {spec!r} is not valid ({str(error).rstrip('.')})"
-                raise wrong("beside", problem, "For example, use h2o@256") from None
+                raise wrong("beside", problem, "For example, use --beside h2o@256") from None
 
 
 @with_options(InspectOptions)
@@ -141,8 +141,12 @@ def _read_budgets(options: InspectOptions) -> list[int] | None:
         return None
     budgets = sorted(set(integers("budgets", options.budgets)))
     if len(budgets) > MOST_BUDGETS:
-        problem = f"expected at most {MOST_BUDGETS} budgets, got {len(budgets)}"
-        raise wrong("budgets", problem, "Leave some out, because each of them takes an answer")
+        problem = f"expected at most {MOST_BUDGETS} budgets, but got {len(budgets)} budgets"
+        raise wrong(
+            "budgets",
+            problem,
+            "Use fewer budgets, because a separate answer is generated for each of them",
+        )
     return budgets
 
 
@@ -169,8 +173,8 @@ def _with_budget(options: InspectOptions, budget: Any) -> Any:
 
     for assignment in options.set_ or []:
         if assignment.partition("=")[0].rpartition(".")[2] in ("budget", "keep_ratio"):
-            problem = f"{assignment!r} sets a budget, and other budgets of the method are compared"
-            raise wrong("set", problem, "Pass --budget instead")
+            problem = f"{assignment!r} sets a budget, but this command compares several budgets"
+            raise wrong("set", problem, "Use the option --budget instead")
     return build_policy(replace(options, budget=budget, keep_ratio=None))
 
 
@@ -197,8 +201,8 @@ def _compared_policies(options: InspectOptions, policy: Any) -> list[tuple[str, 
             found.append((label, _with_budget(options, token_budget(text))))
             continue
         if at and not takes_budget(*parsed(name)):
-            problem = f"expected a budget only for a method without one, got {spec!r}"
-            raise wrong("beside", problem, f"Leave out @{text}")
+            problem = f"the method already has a budget, but got another budget in {spec!r}"
+            raise wrong("beside", problem, f"Remove @{text}")
         budget = token_budget(text) if at else usual
         found += named_policies([], [name or spec], [budget])
     return found

@@ -100,7 +100,7 @@ class AddOptions(PolicyOptions):
         if self.policy == _METHOD_OF_LIBRARY and (self.has_parameters or self.seed is not None):
             raise wrong(
                 "policy",
-                "expected a method for its parameters, got parameters alone",
+                "the parameters belong to a method, but no method was given",
                 "For example, use --policy across-layers --set policy=kvzip",
             )
 

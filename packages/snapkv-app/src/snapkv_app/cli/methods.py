@@ -53,8 +53,8 @@ def known_method(name: str, argument: str = "policy") -> str:
     by_class = {facts["class"]: own for own, facts in methods().items()}
     if name in by_class:
         return by_class[name]
-    problem = f"expected one of {', '.join(methods())}, got {name!r}"
-    remedy = "Run snapkv policies to see the methods, and set their parameters with --set"
+    problem = f"expected one of {', '.join(methods())}, but got {name!r}"
+    remedy = "Run snapkv policies to see all methods, and use --set to set their parameters"
     raise wrong(argument, problem, nearest(name, methods(), remedy))
 
 
@@ -78,7 +78,7 @@ def assignments(texts: Iterable[str]) -> list[tuple[str, str]]:
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (name and equals):
-            problem = f"expected NAME=VALUE, got {text!r}"
+            problem = f"expected a parameter in the form NAME=VALUE, but got {text!r}"
             raise wrong("set", problem, "For example, use --set seed=1")
         found.append((name.replace("-", "_"), value))
     return found
@@ -203,8 +203,8 @@ def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     name, _, rest = spec.partition(":")
     given = [part for part in rest.split(",") if part.strip()]
     if not all("=" in part for part in given):
-        problem = f"expected NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE, got {spec!r}"
-        raise wrong("policy", problem, "For example, use snapkv:kernel_size=13")
+        problem = f"expected NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE, but got {spec!r}"
+        raise wrong("policy", problem, "For example, use --policy snapkv:kernel_size=13")
     return name, typed_assignments(name, given)
 
 
@@ -230,8 +230,8 @@ def typed_assignments(
     given = dict(own)
     for parameter, text in assignments(texts):
         if parameter in given:
-            problem = f"expected one value, got {given[parameter]} and {text}"
-            raise wrong(parameter, problem, "Leave one of them out")
+            problem = f"this can only have one value, but got {given[parameter]} and {text}"
+            raise wrong(parameter, problem, "Remove one of the two values")
         given[parameter] = _typed(text, kinds.get(parameter.rpartition(".")[2], ""))
     return given
 
@@ -314,6 +314,6 @@ def _unknown_parameter(
     It suggests a similar name among the parameters of the `owners` and the names in `others`.
     """
     hints = list(dict.fromkeys(hint for owner in owners for hint in accepted(owner)))
-    problem = f"expected a parameter of {' or '.join(owners)}, which has "
-    problem += f"{', '.join(hints) or 'none'}, got {name}={value}"
-    return wrong(name, problem, nearest(name, [*hints, *others], "Leave it out"))
+    problem = f"this is not a parameter of {' or '.join(owners)}, which has "
+    problem += f"{', '.join(hints) or 'none'}, but got {name}={value}"
+    return wrong(name, problem, nearest(name, [*hints, *others], "Remove this parameter"))

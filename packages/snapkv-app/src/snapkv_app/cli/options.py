@@ -319,12 +319,15 @@ class RunOptions(MethodOptions):
         if self.check is None:
             return
         if self.temperature:
-            problem = "expected temperature 0, since sampled tokens differ by chance, got "
+            problem = (
+                "this option can only be used with temperature 0, because sampled tokens are "
+                "random, but got "
+            )
             problem += f"{self.temperature}"
-            raise wrong("check", problem, "Leave temperature or check out")
+            raise wrong("check", problem, "Remove either --temperature or --check")
         if self.check > self.max_new_tokens:
-            problem = f"expected at most max_new_tokens={self.max_new_tokens}, got {self.check}"
-            raise wrong("check", problem, "Check fewer tokens, or raise max_new_tokens")
+            problem = f"expected at most max_new_tokens={self.max_new_tokens}, but got {self.check}"
+            raise wrong("check", problem, "Check fewer tokens, or increase max_new_tokens")
 
     @property
     def reading(self) -> Prefill:
@@ -389,18 +392,21 @@ class AskOptions(RunOptions):
             require_share("recompute", self.recompute, "0.2")
         given: dict[str, Any]
         if self.library is None:
-            problem, remedy = "this option needs --library", "Pass --library, or leave it out"
+            problem, remedy = (
+                "this option can only be used with --library",
+                "Add --library, or remove this option",
+            )
             given = {"documents": self.documents, "recompute": self.recompute}
             given["allow_changed"] = self.allow_changed or None
         else:
-            problem, remedy = "expected none with --library", "Leave it out"
+            problem, remedy = "this option cannot be used with --library", "Remove this option"
             given = {name: getattr(self, name) or None for name in (*DRAFTS, "protect_first")}
             given |= {"protect": self.protect, "protect_system": self.protect_system}
             given["passages"] = self.passages
             given["prefill"] = None if self.reading == Exact() else self.prefill
         for name, value in given.items():
             if value is not None:
-                raise wrong(name, f"{problem}, got {value}", remedy)
+                raise wrong(name, f"{problem}, but got {value}", remedy)
 
 
 StorageBits = Annotated[
@@ -443,8 +449,8 @@ class ComparedOptions(ModelOptions):
         """
         super().__post_init__()
         if self.policy is not None and not all(text.strip(" ,") for text in self.policy):
-            problem = "expected the name of a method, got an empty one"
-            raise wrong("policy", problem, "Leave the option out for the default method")
+            problem = "expected the name of a method, but got an empty name"
+            raise wrong("policy", problem, "Remove this option to use the default method")
         for spec in specs(self.policy or ()):
             chosen(*parsed(spec))
         token_budgets(self.budget)
@@ -506,13 +512,13 @@ def read_prefill(text: str) -> Prefill:
     """
     name, _, rest = text.partition(":")
     if name not in PREFILLS:
-        problem = f"expected one of {', '.join(PREFILLS)}, got {name!r}"
-        raise wrong("prefill", problem, nearest(name, PREFILLS, "Choose one of them"))
+        problem = f"expected one of {', '.join(PREFILLS)}, but got {name!r}"
+        raise wrong("prefill", problem, nearest(name, PREFILLS, "Use one of these values"))
     kind = PREFILLS[name]
     given = [_prefill_parameter(kind, part) for part in rest.split(",") if part.strip()]
     if len(dict(given)) < len(given):
-        problem = f"expected different parameters, got {text!r}"
-        raise wrong("prefill", problem, "Leave the repeated parameter out")
+        problem = f"every parameter can be set only once, but got {text!r}"
+        raise wrong("prefill", problem, "Remove the parameter that is repeated")
     return kind(**dict(given))
 
 
@@ -523,8 +529,8 @@ def read_prefills(texts: Sequence[str]) -> list[tuple[str, Prefill]]:
         InvalidArgumentError: a text is repeated, or is not valid.
     """
     if len(set(texts)) < len(texts):
-        problem = f"expected different ways to read prompts, got {' '.join(texts)}"
-        raise wrong("prefill", problem, "Leave the repeated one out")
+        problem = f"every way to read prompts can be used only once, but got {' '.join(texts)}"
+        raise wrong("prefill", problem, "Remove the value that is repeated")
     return [(text, read_prefill(text)) for text in texts]
 
 
@@ -539,6 +545,6 @@ def _prefill_parameter(kind: type[Prefill], text: str) -> tuple[str, Any]:
     known = [field.name for field in fields(kind)]
     if not equals or name not in known:
         problem = f"expected {kind.name} with {', '.join(known) or 'no parameters'} as NAME=VALUE"
-        remedy = nearest(name, known, "Leave the parameter out")
-        raise wrong("prefill", f"{problem}, got {text!r}", remedy)
+        remedy = nearest(name, known, "Remove this parameter")
+        raise wrong("prefill", f"{problem}, but got {text!r}", remedy)
     return name, count(name, value, f"--prefill {kind.name}:{name}=")

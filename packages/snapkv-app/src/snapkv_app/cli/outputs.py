@@ -156,8 +156,8 @@ def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> N
         for target in output.targets(Path(text)):
             real = os.path.realpath(target)
             if taken.setdefault(real, name) != name:
-                problem = f"expected another file than that of {taken[real]}, got {text!r} for both"
-                raise wrong(name, problem, "Choose another name")
+                problem = f"this file is already used for {taken[real]}, but got {text!r} for both"
+                raise wrong(name, problem, "Choose a different name")
 
 
 def require_output(
@@ -180,7 +180,7 @@ def require_output(
             written to or contains foreign files, or a file exists and may not be replaced.
     """
     if not text.strip():
-        raise wrong(name, "expected a name, got an empty one", "Pass a name")
+        raise wrong(name, "expected the name of a file, but got an empty name", "Write a name")
     path = Path(text)
     targets = [target for target in output.targets(path) if not is_stream(target)]
     if targets:
@@ -189,8 +189,10 @@ def require_output(
         if _exists(name, target) and not output.is_own(path):
             _require_replaceable(name, target, output, inputs, force)
     if found := output.strangers(path):
-        problem = "expected a new or empty folder, or that of the same run, got "
-        raise wrong(name, f"{problem}{text!r} with {found[0]!r} in it", "Choose another folder")
+        problem = "expected a new or empty folder, or the folder of the same run, but got "
+        raise wrong(
+            name, f"{problem}{text!r}, which contains {found[0]!r}", "Choose a different folder"
+        )
 
 
 def _require_place(name: str, path: Path, output: Output) -> None:
@@ -205,14 +207,16 @@ def _require_place(name: str, path: Path, output: Output) -> None:
         while not os.path.lexists(folder):
             folder = folder.parent
     elif not folder.is_dir():
-        problem = f"expected a file in an existing folder, got {str(path)!r}"
-        raise wrong(name, problem, f"Create {str(folder)!r} first, or choose another place")
+        problem = f"the file {str(path)!r} cannot be created, because the folder does not exist"
+        raise wrong(
+            name, problem, f"Create the folder {str(folder)!r} first, or choose a different folder"
+        )
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        problem = f"expected a folder that can be written, got {str(folder)!r}"
+        problem = f"files cannot be written to the folder {str(folder)!r}"
         problem += f" ({error.strerror or error})"
-        raise wrong(name, problem, "Choose another place") from error
+        raise wrong(name, problem, "Choose a different folder") from error
 
 
 def _exists(name: str, target: Path) -> bool:
@@ -226,11 +230,11 @@ def _exists(name: str, target: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        problem = f"expected a valid file name, got {str(target)!r} ({error.strerror or error})"
-        raise wrong(name, problem, "Choose another name") from error
+        problem = f"expected a valid file name, but got {str(target)!r} ({error.strerror or error})"
+        raise wrong(name, problem, "Choose a different name") from error
     if target.is_dir():
-        problem = f"expected the name of a file, got the folder {str(target)!r}"
-        raise wrong(name, problem, "Name a file")
+        problem = f"expected the name of a file, but got the folder {str(target)!r}"
+        raise wrong(name, problem, "Use the name of a file")
     return True
 
 
@@ -244,12 +248,12 @@ def _require_replaceable(
             instead of replacing them.
     """
     if _is_input(target, inputs):
-        problem = f"the file {str(target)!r} is one of the inputs"
-        raise wrong(name, problem, "Choose another name")
+        problem = f"the file {str(target)!r} is also one of the input files"
+        raise wrong(name, problem, "Choose a different name")
     if output.is_added_to or not force:
         forced = "" if output.is_added_to else ", or pass --force to replace it"
-        problem = f"the file {str(target)!r} exists already"
-        raise wrong(name, problem, f"Choose another name{forced}")
+        problem = f"the file {str(target)!r} already exists"
+        raise wrong(name, problem, f"Choose a different name{forced}")
 
 
 def _texts(value: Any) -> Iterator[str]:

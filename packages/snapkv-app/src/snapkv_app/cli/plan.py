@@ -127,8 +127,8 @@ def memory_of(text: str) -> int:
     except InvalidArgumentError:
         raise wrong(
             "gpu_memory",
-            "expected bytes with a unit, such as 80GB or 24GiB, or a card such as H100 or RTX "
-            f"4090, got {text!r}",
+            "expected a size with a unit, such as 80GB or 24GiB, or a card such as H100 or RTX "
+            f"4090, but got {text!r}",
             f"For example, use --gpu-memory {closest(text, CARDS) or '80GB'}",
         ) from None
 
@@ -149,7 +149,7 @@ def plan(*, options: PlanOptions) -> None:
     if options.context is None or "," in options.context:
         got = "none" if options.context is None else repr(options.context)
         remedy = "For example, run snapkv plan --model llama-3.1-8b --context 128k"
-        raise wrong("context", f"expected one number of tokens, got {got}", remedy)
+        raise wrong("context", f"expected exactly one number of tokens, but got {got}", remedy)
     tokens = count("context", options.context)
     require_int("context", tokens, minimum=1)
     bits = one_storage(options.bits)

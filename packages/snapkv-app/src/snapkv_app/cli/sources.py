@@ -273,9 +273,9 @@ class FilesSource(PromptSource):
             longer = limit.longer(needed / limit.seconds)
             raise wrong(
                 "passages",
-                f"reading one passage, {tokens:,} tokens, takes about {needed:,.0f} s here, and "
-                f"{left:,.0f} of {limit.seconds:,} s are left",
-                f"Pass --passages {longer}, or choose a smaller model",
+                f"reading one passage of {tokens:,} tokens takes about {needed:,.0f} seconds on "
+                f"this machine, but only {left:,.0f} of the {limit.seconds:,} seconds are left",
+                f"Use --passages {longer} to allow more time, or choose a smaller model",
             )
         _announce_reading(fewer, limit)
 
@@ -532,15 +532,19 @@ def _require_valid_drafts(options: RunOptions, policy: Policy) -> None:
     flags = {name: f"--{name.replace('_', '-')}" for name in DRAFTS}
     given = [flag for name, flag in flags.items() if getattr(options, name) is not None]
     if len(given) > 1:
-        problem = f"expected one of {', '.join(flags.values())}, got {' and '.join(given)}"
-        raise wrong("drafts", problem, "Leave one out")
+        problem = f"use only one of {', '.join(flags.values())}, but got {' and '.join(given)}"
+        raise wrong("drafts", problem, "Use only one of these options")
     if given and policy.needs_reconstruction_pass:
-        problem = f"expected none with {policy.name}, for which documents are read before the "
-        raise wrong("drafts", f"{problem}question, got {given[0]}", "Leave it out")
+        problem = (
+            f"drafts cannot be used with {policy.name}, because the documents are read before the "
+        )
+        raise wrong("drafts", f"{problem}question, but got {given[0]}", "Remove this option")
     if given and options.prefill != "exact":
-        problem = f"expected none with --prefill {options.prefill}, since drafts are verified in "
-        problem += f"one pass with the prompt, got {given[0]}"
-        raise wrong("drafts", problem, "Leave one of the two out")
+        problem = (
+            f"drafts cannot be used with --prefill {options.prefill}, because they are verified in "
+        )
+        problem += f"one pass with the prompt, but got {given[0]}"
+        raise wrong("drafts", problem, "Remove one of the two options")
 
 
 def _draft_method(options: RunOptions, loaded: LoadedModel) -> DraftMethod | None:

@@ -31,7 +31,9 @@ def named_output() -> Iterator["NamedStream"]:
     stream = sys.stdout
     if stream is None:
         problem = "standard output is closed"
-        raise wrong("output", problem, "Open it, or redirect it to a file", OutputError)
+        raise wrong(
+            "output", problem, "Open standard output, or redirect it to a file", OutputError
+        )
     named = NamedStream(stream)
     sys.stdout = cast(Any, named)
     try:
@@ -99,8 +101,8 @@ class NamedStream:
         except BrokenPipeError:
             raise
         except OSError as error:
-            problem = f"standard output cannot be written ({error.strerror or error})"
-            remedy = "Free disk space, or redirect it elsewhere"
+            problem = f"standard output could not be written ({error.strerror or error})"
+            remedy = "Free some disk space, or redirect the output to a different file"
             raise wrong("output", problem, remedy, OutputError) from error
 
 

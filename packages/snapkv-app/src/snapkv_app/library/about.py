@@ -107,8 +107,9 @@ class About:
             version = None
         raise wrong(
             "library",
-            f"expected the format {FORMAT!r} in {place!r}, got {version or 'something else'!r}",
-            "Choose another folder, or add the documents to a new one",
+            f"expected a library with the format {FORMAT!r} in {place!r}, but got "
+            f"{version or 'something else'!r}",
+            "Choose a different folder, or add the documents to a new library",
             LibraryError,
         )
 
@@ -144,16 +145,17 @@ class About:
             what = "" if other.who != self.who else " with other weights or settings"
             raise wrong(
                 "model",
-                f"this library's documents were read with {self.who}, got {other.who}{what}",
-                "Pass that model, or add the documents to another library",
+                f"the documents of this library were read with {self.who}, but got "
+                f"{other.who}{what}",
+                "Use the same model, or add the documents to a different library",
                 LibraryError,
             )
         if other.tokenizer != self.tokenizer:
             raise wrong(
                 "tokenizer",
-                f"this library's documents were read with the tokenizer and chat template of "
+                "the documents of this library were read with the tokenizer and chat template of "
                 f"{self.who}, and those of {other.who} are different",
-                "Pass the same tokenizer and template, or add the documents to another library",
+                "Use the same tokenizer and template, or add the documents to a different library",
                 LibraryError,
             )
 
@@ -178,8 +180,9 @@ class About:
             if other is not None and other != own:
                 raise wrong(
                     name,
-                    f"this library's documents were read with {_text(own)}, got {_text(other)}",
-                    "Leave it out, or add the documents to another library",
+                    f"the documents of this library were read with {_text(own)}, but got "
+                    f"{_text(other)}",
+                    "Remove this option, or add the documents to a different library",
                     LibraryError,
                 )
 
@@ -284,8 +287,8 @@ def _around(tokenizer: Any, question: str) -> tuple[str, str]:
     if not found:
         raise wrong(
             "tokenizer",
-            "its chat template does not repeat the user's text",
-            "Set tokenizer.chat_template to None or to another template",
+            "the chat template of the tokenizer does not contain the text of the user",
+            "Set tokenizer.chat_template to None or to a different template",
         )
     return before, behind
 

@@ -170,8 +170,8 @@ def _require_compatible(cache: CompressedCache, held: Evenness) -> None:
         if isinstance(policy, EvictingPolicy):
             raise wrong(
                 "policy",
-                f"{policy.name} evicts after every token, which is impossible if the heads "
-                "store different numbers of tokens",
+                f"the method {policy.name} evicts after every token, which is not possible if the "
+                "heads store different numbers of tokens",
                 f"Use SnapKV, or {_WHOLE}",
             )
         return
@@ -179,9 +179,9 @@ def _require_compatible(cache: CompressedCache, held: Evenness) -> None:
     if policy.query_tokens == ALL_QUERIES:
         raise wrong(
             "policy",
-            f"{policy.name} needs the queries of the whole prompt, but those of the documents are "
-            "not stored",
-            "Use SnapKV, whose last queries vote, or pass recompute=1",
+            f"the method {policy.name} needs the queries of the whole prompt, but the queries of "
+            "the documents are not stored",
+            "Use SnapKV, which only needs the last queries, or set recompute=1",
         )
     if held == "even":
         _refuse_options(cache, "protect", "recall")
@@ -189,7 +189,7 @@ def _require_compatible(cache: CompressedCache, held: Evenness) -> None:
             raise wrong(
                 "policy",
                 f"the documents were compressed, and {policy!r} cannot select among the tokens "
-                "that were kept of a prompt",
+                "that were kept",
                 f"Use a method with a budget, such as SnapKV(budget=1024), or {_WHOLE}",
             )
 
@@ -215,7 +215,7 @@ def _refuse_options(cache: CompressedCache, *names: str) -> None:
         if value is not None and value != usual.get(name):
             raise wrong(
                 name,
-                f"expected {usual.get(name, 'none')!r}, because the documents were compressed "
-                f"and do not contain all tokens, got {value!r}",
-                f"Leave it out, or {_WHOLE}",
+                f"expected {usual.get(name, 'none')!r}, because the documents were "
+                f"compressed and do not contain all tokens, but got {value!r}",
+                f"Remove this argument, or {_WHOLE}",
             )

@@ -71,7 +71,7 @@ class SizeLimit:
                 "max_bytes",
                 f"the limit is {got}, but the last used document and the documents that are being "
                 f"added take {least}",
-                "Raise it with snapkv library limit, or remove documents",
+                "Use snapkv library limit to increase the limit, or remove some of the documents",
             )
         return going
 

@@ -97,8 +97,8 @@ class Folder:
         except OSError as error:
             raise wrong(
                 "library",
-                f"the folder {str(self.path)!r} cannot be read: {error.strerror}",
-                "Choose another place",
+                f"the folder {str(self.path)!r} could not be read: {error.strerror}",
+                "Choose a different folder",
                 LibraryError,
             ) from error
 
@@ -127,8 +127,9 @@ class Folder:
         if strangers:
             raise wrong(
                 "library",
-                f"the folder {str(self.path)!r} is not a library, and it contains {strangers[0]!r}",
-                "Name a library, or a new or empty folder to add documents to",
+                f"the folder {str(self.path)!r} is not a library, because it contains the file "
+                f"{strangers[0]!r}",
+                "Use the folder of a library, or use a new or empty folder to add documents to",
                 LibraryError,
             )
 
@@ -348,7 +349,7 @@ class Folder:
                 "library",
                 f"only one process at a time can change {str(self.path)!r}, and process "
                 f"{who or 'unknown'} is changing it now",
-                "Wait until it has ended",
+                "Wait until this process has finished",
                 LibraryError,
             ) from error
         except OSError as error:
@@ -509,11 +510,11 @@ def _read_record(file: Path) -> Record | Fault:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_RECORD_BYTES:
             most = format_bytes(_MOST_RECORD_BYTES)
-            raise LibraryError(f"it is not a regular file of at most {most}")
+            raise LibraryError(f"the file is not a regular file with a size of at most {most}")
         record = Record.from_json(file.read_text("utf-8", "replace"))
         if record.key == file.stem and re.fullmatch(_NAMES[_CACHES], record.cache):
             return record
-        reason = "it is the record of another document"
+        reason = "the file is the record of a different document"
     except FileNotFoundError:
         raise
     except (SnapKVError, OSError) as error:
@@ -537,7 +538,7 @@ def _require_own_record(file: Path) -> None:
     if beginning and beginning != BEGINNING.encode():
         raise wrong(
             "library",
-            f"no library has written the file {str(file)!r}, so it is not replaced",
-            "Move it away",
+            f"the file {str(file)!r} was not written by a library, so it cannot be replaced",
+            "Move this file to a different folder",
             LibraryError,
         )

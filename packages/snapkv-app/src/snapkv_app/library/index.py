@@ -280,7 +280,7 @@ def fault_of(folder: Folder) -> Fault | None:
             copied.execute("insert into passages(passages) values ('rebuild')")
             is_sound = result == "ok" and words == _digest_of_words(copied)
             if not is_sound or not index.agrees_with_records():
-                reason = "its content has changed since it was written"
+                reason = "the content of the file has changed since it was written"
     except sqlite3.Error as error:
         reason = None if cannot_be_written(error) else str(error)
     if reason is None:
@@ -373,8 +373,9 @@ def explained() -> Iterator[None]:
     except sqlite3.Error as error:
         raise wrong(
             "library",
-            f"searching needs an SQLite with full-text search (FTS5), but it says: {error}",
-            "Install a Python whose sqlite3 module has FTS5",
+            "the search needs a version of SQLite that supports full-text search (FTS5), but "
+            f"SQLite has reported: {error}",
+            "Install a version of Python with an sqlite3 module that supports FTS5",
             LibraryError,
         ) from error
 

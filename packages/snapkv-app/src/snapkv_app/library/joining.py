@@ -53,24 +53,24 @@ class Part:
         if not isinstance(ids, Tensor) or ids.is_floating_point():
             raise wrong(
                 "input_ids",
-                f"expected a tensor of integers, got {type(ids).__name__}",
-                "Pass the ids that the document's cache has read",
+                f"expected a tensor of integers, but got {type(ids).__name__}",
+                "Use the token ids that were read into the cache of the document",
                 InvalidTypeError,
             )
         if not isinstance(cache, CompressedCache):
             raise wrong(
                 "cache",
-                f"expected a CompressedCache, got {type(cache).__name__}",
-                "Read the document with one",
+                f"expected a CompressedCache, but got {type(cache).__name__}",
+                "Use a CompressedCache to read the document",
                 InvalidTypeError,
             )
         require_int("prefix_tokens", self.prefix_tokens, minimum=0)
         if ids.ndim != 2 or len(ids) != 1 or ids.shape[1] <= self.prefix_tokens:
             raise wrong(
                 "input_ids",
-                f"expected the tokens of one document after a prefix of {self.prefix_tokens}, got "
-                f"shape {tuple(ids.shape)}",
-                "Make a Part of each document that is not empty",
+                f"expected the tokens of one document after a prefix of {self.prefix_tokens}, but "
+                f"got a tensor with the shape {tuple(ids.shape)}",
+                "Make a separate Part for each document, and do not use empty documents",
             )
         self._require_read()
 
@@ -86,29 +86,29 @@ class Part:
         if seen != self.tokens:
             raise wrong(
                 "cache",
-                f"it has read {seen:,} tokens, but input_ids has {self.tokens:,}",
-                "Read the document with it, and nothing after the document",
+                f"the cache has read {seen:,} tokens, but input_ids has {self.tokens:,} tokens",
+                "Use the cache only to read this document, and do not read other tokens after it",
                 CacheMismatchError,
             )
         if any(len(layer.keys) != 1 or layer.slots.pads is not None for layer in layers):
             raise wrong(
                 "cache",
-                "expected one row without padding, got a batch or padded tokens",
-                "Read every document by itself",
+                "expected one row without padding, but got a batch or padded tokens",
+                "Read each document separately",
                 CacheMismatchError,
             )
         if any(layer.offloaded.is_enabled for layer in layers):
             raise wrong(
                 "cache",
-                "expected all keys and values on the device, got a cache with recall",
-                "Read the document without recall",
+                "expected all keys and values on the device, but got a cache with recall",
+                "Make the cache without the argument recall to read the document",
             )
         if any(layer.state.sink_keys is not None for layer in layers):
             raise wrong(
                 "cache",
-                f"{self.cache.policy.name} has moved the keys of its sinks away from their tokens' "
-                "positions",
-                "Read the document with StreamingLLM(positions='original') or another policy",
+                f"the method {self.cache.policy.name} has moved the keys of the attention sinks "
+                "to different positions",
+                "Use StreamingLLM(positions='original') or a different policy to read the document",
             )
 
     @property
@@ -149,9 +149,9 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
         if part.cache.model is not model:
             raise wrong(
                 "parts",
-                f"{_named(model)} cannot join part {number}, whose cache belongs to "
-                f"{_named(part.cache.model)}",
-                "Load that cache for this model",
+                f"{_named(model)} cannot join part {number}, because the cache of this part "
+                f"belongs to {_named(part.cache.model)}",
+                "Load the cache for this model",
                 CacheMismatchError,
             )
         if not torch.equal(part.input_ids[:, : part.prefix_tokens].cpu(), prefix):
@@ -159,7 +159,7 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
                 "parts",
                 f"part {number} does not begin with the prefix of {prefix.shape[1]} tokens of the "
                 "first part",
-                "Read its document again after that prefix",
+                "Read the document again after this prefix",
                 CacheMismatchError,
             )
         if any(
@@ -169,7 +169,7 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
                 "parts",
                 f"{part.cache.policy.name} has kept tokens per query head in part {number}, but "
                 "only tokens that are kept per KV head can be joined",
-                "Read its document with a group_reduce other than 'none'",
+                "Use a different value than 'none' for group_reduce to read the document",
             )
     cache = parts[0].cache
     if cache.is_hybrid:
@@ -177,15 +177,15 @@ def require_joinable(model: PreTrainedModel, parts: Sequence[Part]) -> None:
             "model",
             f"documents cannot be joined for {type(model).__name__}, because some of its layers "
             "do not have full attention",
-            "Read its documents together",
+            "Read the documents together as one prompt",
             UnsupportedModelError,
         )
     tokens, positions = int(joined_ids(parts).shape[1]), max_positions(model)
     if positions is not None and tokens > positions:
         raise wrong(
             "parts",
-            f"together they have {tokens:,} tokens, more than the {positions:,} positions of "
-            f"{type(model).__name__}",
+            f"the documents have {tokens:,} tokens together, which is more than the {positions:,} "
+            f"positions of {type(model).__name__}",
             "Join fewer documents",
             PromptTooLongError,
         )
@@ -201,15 +201,16 @@ def _require_some(parts: Sequence[Part]) -> None:
     if not parts:
         raise wrong(
             "parts",
-            "expected at least one document, got none",
+            "expected at least one document, but got none",
             "Pass a list of Part objects",
         )
     for part in parts:
         if not isinstance(part, Part):
             raise wrong(
                 "parts",
-                f"expected a list of Part objects, got an element of type {type(part).__name__}",
-                "Make a Part of each document",
+                "expected a list of Part objects, but got an element of type "
+                f"{type(part).__name__}",
+                "Make a separate Part for each document",
                 InvalidTypeError,
             )
 

@@ -100,8 +100,8 @@ class Library:
         if not str(folder).strip():
             raise wrong(
                 "library",
-                "expected a folder, got an empty name",
-                "Pass a name",
+                "expected the name of a folder, but got an empty name",
+                "Use the name of a folder",
             )
         self.path = path_of("library", folder)
         self._folder = Folder(self.path)
@@ -139,14 +139,14 @@ class Library:
             if self._folder.was_begun:
                 raise wrong(
                     "library",
-                    f"no document of the folder {str(self.path)!r} was read to its end",
-                    "Run the same snapkv library add again, or delete the folder",
+                    f"no document in the folder {str(self.path)!r} was read completely",
+                    "Run the same command snapkv library add again, or delete the folder",
                     LibraryError,
                 )
             raise wrong(
                 "library",
-                f"there is no library at {str(self.path)!r}",
-                "Create one with snapkv library add FILES --to FOLDER",
+                f"there is no library in the folder {str(self.path)!r}",
+                "Run snapkv library add FILES --to FOLDER to create a library",
                 LibraryError,
             )
         return about
@@ -250,9 +250,10 @@ class Library:
                 stored = format_bytes(sum(entry.bytes for entry in entries))
                 raise wrong(
                     "max_bytes",
-                    f"{stored} are stored, so a limit of {format_bytes(most_bytes)} would evict "
-                    f"{len(going)} of {len(entries)} documents",
-                    "Pass evict=True (--evict) to allow that",
+                    f"the library has a size of {stored}, so a limit of "
+                    f"{format_bytes(most_bytes)} would evict {len(going)} of the {len(entries)} "
+                    "documents",
+                    "Set evict=True (or use the option --evict) to allow this",
                 )
             self._folder.begin(replace(self.required(), max_bytes=max_bytes))
             self._folder.remove(entry.key for entry in going)
@@ -277,8 +278,8 @@ class Library:
         if isinstance(names, str):
             raise wrong(
                 "names",
-                f"expected a list of names, got {names!r}",
-                f"Pass [{names!r}]",
+                f"expected a list of names, but got {names!r}",
+                f"For example, pass [{names!r}]",
                 InvalidTypeError,
             )
         self.required()
@@ -325,8 +326,15 @@ class Library:
             if own:
                 return own
             names = [entry.name for entry in index.entries()]
-            remedy = nearest(name, names, "See snapkv library list")
-            raise wrong("name", f"the library has no document {name!r}", remedy, LibraryError)
+            remedy = nearest(
+                name, names, "Run snapkv library list to see the names of all documents"
+            )
+            raise wrong(
+                "name",
+                f"the library does not have a document with the name {name!r}",
+                remedy,
+                LibraryError,
+            )
 
         return self._passages.query(look_up)
 
@@ -704,8 +712,8 @@ def _require_some(hits: Sequence[Hit]) -> None:
     if not hits:
         raise wrong(
             "hits",
-            "expected at least one document, got none",
-            "Ask with words that are in the library's documents",
+            "expected at least one document, but got none",
+            "Use words that occur in the documents of the library",
             LibraryError,
         )
 
@@ -714,7 +722,8 @@ def _gone(hit: Hit) -> SnapKVError:
     """Build the `LibraryError` for a document that was removed after the search."""
     return wrong(
         "library",
-        f"the document {hit.name!r} was removed, or its record was damaged, after the search",
-        "Search again",
+        f"the document {hit.name!r} has been removed, or its record has been damaged, since the "
+        "search",
+        "Search for the question again",
         LibraryError,
     )

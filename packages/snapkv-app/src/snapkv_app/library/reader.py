@@ -117,10 +117,10 @@ class Reader:
         if positions is not None and tokens >= positions:
             raise wrong(
                 "document",
-                f"{text.name!r} and the prefix have {tokens:,} tokens, but must have fewer than "
-                f"the model's {positions:,} positions",
-                "Split it, read its best passages with snapkv ask --passages 4k, or choose a "
-                "model with more positions",
+                f"{text.name!r} and the prefix have {tokens:,} tokens, but they must have fewer "
+                f"tokens than the {positions:,} positions of the model",
+                "Split the document, use snapkv ask --passages 4k to read only the best passages, "
+                "or choose a model with more positions",
                 PromptTooLongError,
             )
         return torch.tensor([[*self.about.prefix_ids, *own]], device=device_of(self._model))

@@ -57,9 +57,9 @@ def require_recomputable(model: PreTrainedModel) -> str:
     if name not in IMPLEMENTATIONS:
         raise wrong(
             "attn_implementation",
-            f"expected {' or '.join(IMPLEMENTATIONS)} to recompute tokens of joined documents, got "
-            f"{name!r}",
-            f"Load the model with attn_implementation={IMPLEMENTATIONS[0]!r}, or pass recompute=0",
+            f"the value must be {' or '.join(IMPLEMENTATIONS)} to recompute tokens of joined "
+            f"documents, but got {name!r}",
+            f"Load the model with attn_implementation={IMPLEMENTATIONS[0]!r}, or set recompute=0",
             UnsupportedModelError,
         )
     return name

@@ -57,24 +57,24 @@ class Text:
             if not isinstance(value, str):
                 raise wrong(
                     argument,
-                    f"expected a text, got {type(value).__name__}",
-                    "Pass a str",
+                    f"expected a string, but got a value of type {type(value).__name__}",
+                    "Use a value of type str",
                     InvalidTypeError,
                 )
             if not value.strip():
                 raise wrong(
                     argument,
-                    f"expected a text that is not empty in {self.name!r}, got {value[:20]!r}",
-                    "Leave the document out",
+                    f"the text of {self.name!r} must not be empty, but got {value[:20]!r}",
+                    "Remove this document",
                 )
             try:
                 value.encode()
             except UnicodeEncodeError as error:
                 raise wrong(
                     argument,
-                    f"expected Unicode text, got half of a character, {value[error.start]!r}, in "
-                    f"{self.name!r}",
-                    "Decode it with errors='replace'",
+                    f"expected Unicode text, but got half of a character, {value[error.start]!r}, "
+                    f"in {self.name!r}",
+                    "Decode the text with errors='replace'",
                 ) from error
 
     @property
@@ -125,10 +125,10 @@ class Record(Text):
         if set(body) != {field.name for field in fields(cls)} or not all(
             isinstance(value, kinds[name]) for name, value in body.items()
         ):
-            raise LibraryError("its content has changed since it was written")
+            raise LibraryError("the content of the file has changed since it was written")
         pairs = [tuple(chunk) for chunk in body["chunks"] if isinstance(chunk, list)]
         if [list(map(type, pair)) for pair in pairs] != [[int, int]] * len(body["chunks"]):
-            raise LibraryError("its passages are not spans of characters")
+            raise LibraryError("the passages of the record are not spans of characters")
         return cls(**{**body, "chunks": tuple(pairs)})
 
 
@@ -185,7 +185,7 @@ def each_once(documents: Iterable[Text | tuple[str, str]]) -> list[Text]:
             raise wrong(
                 "documents",
                 f"two different texts have the name {text.name!r}",
-                "Give one of them another name",
+                "Use a different name for one of the texts",
             )
     return list(found.values())
 
@@ -200,8 +200,8 @@ def _of_pair(pair: Any) -> Text:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise wrong(
             "documents",
-            f"expected a Text or a pair of a name and a text, got {pair!r:.60}",
-            "Pass the items() of a dict",
+            f"expected a Text, or a pair of a name and a text, but got {pair!r:.60}",
+            "For example, use the items() of a dictionary",
             InvalidTypeError,
         )
     return Text(name=pair[0], text=pair[1])

@@ -178,9 +178,9 @@ def require_memory(name: str, outline: Any, device: torch.device) -> None:
     dtype = str(outline.dtype).removeprefix("torch.")
     raise wrong(
         "model",
-        f"the weights of {name} take {format_bytes(needed)} in {dtype}, more than the memory of "
-        f"{device}, {format_bytes(total)}; nothing was loaded",
-        f"{_what_fits(outline, needed, total)}Choose a smaller model or another device",
+        f"the weights of {name} take {format_bytes(needed)} in {dtype}, which is more than the "
+        f"memory of {device} ({format_bytes(total)}), so the model was not loaded",
+        f"{_what_fits(outline, needed, total)}Choose a smaller model or a different device",
         OutOfMemoryError,
     )
 

@@ -53,8 +53,8 @@ def card_bytes(name: str) -> int | None:
         named = " or ".join(f"{card}-{each}GB" for each in sizes)
         raise wrong(
             "gpu_memory",
-            f"expected {named}, got {name!r}",
-            "Pass one of them",
+            f"expected {named}, but got {name!r}",
+            "Use one of these names",
         )
     return size * 10**9
 

@@ -66,8 +66,9 @@ class Request(metaclass=WithParameters):
         if self.budget == AUTO or isinstance(self.budget, dict):
             raise wrong(
                 "budget",
-                f"expected tokens or bytes, got {self.budget!r}, which depends on a prompt's votes",
-                "For example, pass 1024 or 12%",
+                f"expected a number of tokens or bytes, but got {self.budget!r}, which depends on "
+                "the votes of a prompt",
+                "For example, use 1024 or 12%",
             )
         if self.budget is not None and self.budget_bytes is None:
             require_budget(self.budget, None, self.window_size)
@@ -76,15 +77,15 @@ class Request(metaclass=WithParameters):
         if self.memory_bytes is not None and self.memory_bytes <= self.reserve_bytes:
             raise wrong(
                 "gpu_memory",
-                f"expected more than the reserve of {self.reserve_bytes:,} bytes, got "
-                f"{self.memory_bytes:,}",
-                "Pass more, or a smaller reserve",
+                f"the memory must be larger than the reserve of {self.reserve_bytes:,} bytes, but "
+                f"got {self.memory_bytes:,}",
+                "Use more memory, or use a smaller reserve",
             )
         if self.bandwidth_bytes is not None and not self.bandwidth_bytes > 0:
             raise wrong(
                 "bandwidth",
-                f"expected more than 0 bytes a second, got {self.bandwidth_bytes}",
-                "For example, pass 2TB, or leave it out",
+                f"expected more than 0 bytes per second, but got {self.bandwidth_bytes}",
+                "For example, use 2TB, or remove this option",
             )
 
     @property

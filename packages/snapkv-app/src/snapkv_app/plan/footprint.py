@@ -261,9 +261,9 @@ class _Text(dict[str, Any]):
         """
         raise wrong(
             "model",
-            f"its config.json has no {name}, which is needed for models of the family "
-            f"{self.get('model_type')}",
-            "Add this setting",
+            f"the config.json of the model has no {name}, which is needed for models of the "
+            f"family {self.get('model_type')}",
+            "Add this setting to the config.json of the model",
             MissingSettingError,
         )
 
@@ -278,9 +278,9 @@ def _language_model(config: Mapping[str, Any]) -> _Text:
     if (family := text.get("model_type")) not in FAMILIES:
         raise wrong(
             "model",
-            f"the sizes of the family {family!r} are not known; known families are "
+            f"the sizes of models of the family {family!r} are not known. The known families are "
             f"{', '.join(sorted(FAMILIES))}",
-            "Load the model, and look at cache.report() after a prompt",
+            "Load the model, read a prompt, and look at cache.report()",
             UnsupportedModelError,
         )
     return text
@@ -297,8 +297,9 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
     if dtype not in ITEM_BYTES:
         raise wrong(
             "model",
-            f"expected one of the dtypes {', '.join(ITEM_BYTES)} in its config.json, got {dtype!r}",
-            "Pass a dtype",
+            f"expected one of the dtypes {', '.join(ITEM_BYTES)} in the config.json of the model, "
+            f"but got {dtype!r}",
+            "Set the dtype as an argument",
             UnsupportedModelError,
         )
     return dtype
@@ -320,9 +321,9 @@ def _kinds(text: _Text) -> list[str]:
     if unknown := set(kinds) - set(_KINDS):
         raise wrong(
             "model",
-            "expected layers of full, sliding, chunked or linear attention, got "
+            "expected layers of full, sliding, chunked or linear attention, but got "
             f"{', '.join(sorted(unknown))}",
-            "Load it, and look at cache.report() after a prompt",
+            "Load the model, read a prompt, and look at cache.report()",
             UnsupportedModelError,
         )
     return kinds

@@ -87,7 +87,7 @@ class BenchOptions(ComparedOptions, WritingOptions):
         for name in of_models if self.shape else ("num_layers",):
             if value := getattr(self, name):
                 expected = "none with --shape" if self.shape else "--shape with it"
-                raise wrong(name, f"expected {expected}, got {value}", "Leave it out")
+                raise wrong(name, f"expected {expected}, but got {value}", "Remove this option")
         super().__post_init__()
 
 
@@ -179,11 +179,15 @@ def _require_search(memory_gb: float, options: BenchOptions) -> None:
         InvalidArgumentError: the memory is out of range, or a batch size is given.
     """
     if not 0 < memory_gb <= _MOST_GB:
-        problem = f"expected more than 0 and at most {_MOST_GB:,} GB, got {memory_gb}"
-        raise wrong("memory_gb", problem, "Pass the memory of the device")
+        problem = f"expected more than 0 and at most {_MOST_GB:,} GB, but got {memory_gb}"
+        raise wrong("memory_gb", problem, "Set memory_gb to the memory of the device")
     if options.batch != BenchOptions.batch:
-        problem = f"the largest batch that fits is searched for, got {options.batch}"
-        raise wrong("batch", problem, "Leave it out, or measure it with snapkv bench decode")
+        problem = f"this command searches for the largest batch, but got {options.batch}"
+        raise wrong(
+            "batch",
+            problem,
+            "Remove this option, or use snapkv bench decode to measure one batch size",
+        )
 
 
 @app.command()

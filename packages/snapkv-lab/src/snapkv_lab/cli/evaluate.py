@@ -157,11 +157,11 @@ def _require_tasks(tasks: list[str], options: LmEvalOptions) -> None:
             problem = f"the package {package} is not installed"
             raise wrong("lm-eval", problem, remedy, MissingDependencyError)
     if not tasks:
-        problem = "expected names of lm-eval's tasks with commas between them, got none"
+        problem = "expected the names of tasks of lm-eval separated by commas, but got none"
         raise wrong("tasks", problem, "For example, use --tasks squadv2,triviaqa")
     if options.include_path and not Path(options.include_path).is_dir():
-        problem = f"expected a folder of task files, got {options.include_path!r}"
-        raise wrong("include_path", problem, "Pass an existing folder")
+        problem = f"expected a folder of task files, but got {options.include_path!r}"
+        raise wrong("include_path", problem, "Use an existing folder")
 
 
 @with_options(LmEvalOptions)

@@ -104,8 +104,10 @@ def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) 
     for word in ways:
         require_choice("turns", word, tuple(LATER))
     if not ways or len(ways) > len(set(ways)):
-        problem = f"expected some of {', '.join(LATER)}, each once, got {', '.join(ways) or 'none'}"
-        raise wrong("turns", problem, "Leave the repeated one out")
+        problem = (
+            f"expected some of {', '.join(LATER)}, each once, but got {', '.join(ways) or 'none'}"
+        )
+        raise wrong("turns", problem, "Remove the value that is repeated")
     methods = []
     for method, (place, way) in itertools.product(compared, enumerate(ways)):
         if way == "compress" and method.label.startswith(DEFAULT):

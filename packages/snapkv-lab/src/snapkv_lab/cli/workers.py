@@ -75,14 +75,14 @@ def open_executor(options: WorkerOptions) -> Iterator[tuple["LoadedModel", "Exec
 
     if options.ray is None:
         if options.workers is not None:
-            problem = f"expected it with ray, got {options.workers} without"
-            raise wrong("workers", problem, "Add --ray local")
+            problem = f"this option can only be used with --ray, but got {options.workers}"
+            raise wrong("workers", problem, "Add the option --ray local")
         loaded = load_model(options)
         yield loaded, Answerer(loaded=loaded)
         return
     if options.device is not None:
-        problem = f"expected one of device and ray, got {options.device} and ray"
-        raise wrong("device", problem, "Leave one of them out")
+        problem = f"only one of device and ray can be used, but got {options.device} and ray"
+        raise wrong("device", problem, "Remove one of the two options")
     from snapkv_lab.evaluate.on_ray import require_cluster
 
     require_cluster(options.ray)

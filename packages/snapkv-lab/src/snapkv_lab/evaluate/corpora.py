@@ -64,8 +64,8 @@ def load_corpus(name: CorpusName) -> Corpus:
     """
     readers: dict[str, Callable[[Any], Corpus]] = {"hotpotqa": _hotpotqa, "squad": _squad}
     if name not in readers:
-        problem = f"expected {' or '.join(readers)}, got {name!r}"
-        raise wrong("corpus", problem, "Choose one of them")
+        problem = f"expected {' or '.join(readers)}, but got {name!r}"
+        raise wrong("corpus", problem, "Use one of these values")
     path = package_file("long_context_eval", "data", "synthetic", "json", f"{name}.json")
     return readers[name](json.loads(path.read_text("utf-8")))
 
@@ -183,7 +183,7 @@ def parse_json_lines(
             records[number] = _parse_line(line, place, remedy)
             require_fields(records[number], checks, place, remedy)
     if not records:
-        raise wrong("data", f"expected rows in {path}, got none", remedy, DocumentError)
+        raise wrong("data", f"expected rows in {path}, but got none", remedy, DocumentError)
     return records
 
 
@@ -199,7 +199,7 @@ def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
         record = None
     if not isinstance(record, dict):
         beginning = (line if isinstance(line, str) else line.decode(errors="replace")).strip()[:40]
-        problem = f"expected a JSON object in {place}, got {beginning!r}"
+        problem = f"expected a JSON object in {place}, but got {beginning!r}"
         raise wrong("data", problem, remedy, DocumentError)
     return record
 
@@ -225,7 +225,7 @@ def require_fields(
     for field, (expected, is_right) in checks.items():
         if not is_right(record.get(field)):
             got = repr(record[field])[:40] if field in record else "no such field"
-            problem = f"expected {prefix}{field} to be {expected} in {place}, got {got}"
+            problem = f"expected {prefix}{field} to be {expected} in {place}, but got {got}"
             raise wrong("data", problem, remedy, DocumentError)
 
 

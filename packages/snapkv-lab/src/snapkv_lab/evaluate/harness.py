@@ -170,9 +170,9 @@ class HarnessRun:
         manager = TaskManager(include_path=self.include_path)
         for name in self.tasks:
             if name not in manager.all_tasks:
-                remedy = "Add your own folder of tasks with --include-path"
+                remedy = "Use --include-path to add your own folder of tasks"
                 remedy = nearest(name, manager.all_tasks, remedy)
-                raise wrong("tasks", f"expected tasks that lm-eval knows, got {name!r}", remedy)
+                raise wrong("tasks", f"expected tasks that lm-eval knows, but got {name!r}", remedy)
         return manager
 
 
@@ -267,7 +267,7 @@ class CompressedLM(LM):
             InvalidArgumentError: always.
         """
         problem = "scores whole texts (loglikelihood_rolling) and has no prompt to compress"
-        raise wrong("tasks", f"{requests[0].task_name} {problem}", "Leave it out")
+        raise wrong("tasks", f"{requests[0].task_name} {problem}", "Remove this task")
 
     @property
     def tokenizer_name(self) -> str:
@@ -290,7 +290,7 @@ class CompressedLM(LM):
             return ""
         template = self._loaded.tokenizer.chat_template
         if not template:
-            raise wrong("template", "the tokenizer has no chat template", "Use none")
+            raise wrong("template", "the tokenizer does not have a chat template", "Use none")
         return str(template)
 
     def apply_chat_template(
@@ -434,7 +434,7 @@ def _settings(generation_kwargs: dict[str, Any], task: str | None, seed: int) ->
         raise wrong(
             "tasks",
             "expected only until, max_gen_toks, do_sample and temperature in the "
-            f"generation_kwargs of {task}, got {', '.join(sorted(unknown))}",
+            f"generation_kwargs of {task}, but got {', '.join(sorted(unknown))}",
             "Leave the task out",
         )
     return GenerationSettings(

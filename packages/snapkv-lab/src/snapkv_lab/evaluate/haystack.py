@@ -227,8 +227,8 @@ def draw_distinct(make: Callable[[], str], count: int, besides: Collection[str] 
         text = make()
         misses = misses + 1 if text in drawn or text in besides else 0
         if misses > _MOST_MISSES:
-            problem = f"expected fewer different names in a prompt, got {count:,}, and only "
-            raise wrong("task", f"{problem}{len(drawn):,} could be drawn", "Pass smaller numbers")
+            problem = f"expected fewer different names in a prompt, but got {count:,}, and only "
+            raise wrong("task", f"{problem}{len(drawn):,} could be drawn", "Use smaller numbers")
         if not misses:
             drawn[text] = None
     return list(drawn)

@@ -88,7 +88,9 @@ class OnRay:
         count = wanted or (sum(places) if on_gpus else sum(map(bool, places)))
         if not 1 <= count <= sum(places):
             kind = "GPUs" if on_gpus else "processors"
-            problem = f"expected at most {sum(places)}, the cluster's {kind}, got {max(1, count)}"
+            problem = (
+                f"expected at most {sum(places)}, the cluster's {kind}, but got {max(1, count)}"
+            )
             raise wrong("workers", problem, "Start fewer workers, or add nodes to the cluster")
         return count
 
@@ -340,7 +342,7 @@ def _join(ray: Any, address: str) -> None:
 def _no_cluster(address: str, error: Exception) -> SnapKVError:
     return wrong(
         "ray",
-        "expected local, auto or the address of a running cluster such as ray://head:10001, got "
-        f"{address!r}: {first_line(error)}",
+        "expected local, auto or the address of a running cluster such as ray://head:10001, but "
+        f"got {address!r}: {first_line(error)}",
         "Start a cluster with `ray start --head`, or pass local",
     )

@@ -158,7 +158,7 @@ class Run:
         """
         if method.later != "append" and not self.task.has_turns:
             problem = f"{method.later} has no effect with {self.task.name}, which asks one question"
-            raise wrong("turns", problem, "Leave it out, or choose a task such as turns")
+            raise wrong("turns", problem, "Remove this option, or use a task such as turns")
 
     def _require_lengths(self) -> None:
         """Check that the prompts are not much longer than the model allows.
@@ -175,7 +175,7 @@ class Run:
                 raise wrong(
                     name,
                     f"expected at most {_MOST_TIMES_POSITIONS * positions:,} tokens, "
-                    f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, got "
+                    f"{_MOST_TIMES_POSITIONS} times the model's {positions:,} positions, but got "
                     f"{longest:,}",
                     "Pass a smaller number, or choose a model with more positions",
                 )
@@ -205,8 +205,8 @@ def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
     labels = [method.label for method in methods]
     if not labels or len(set(labels)) < len(labels):
         names = ", ".join(sorted(labels)) or "none"
-        problem = f"expected at least one method, each of them once, got {names}"
-        raise wrong("policy", problem, "Name each policy and each baseline once")
+        problem = f"expected at least one method, each of them once, but got {names}"
+        raise wrong("policy", problem, "Use every policy and every baseline only once")
     for method in methods:
         CompressedCache(loaded.model, loaded.completed(method.policy), **method.cache_options)
     return tuple(
@@ -230,7 +230,7 @@ def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> 
                 "policy",
                 f"the answers in the folder were made by {record['method']} as "
                 f"{record['policy']}, and now it is {expected}",
-                "Choose another folder",
+                "Choose a different folder",
             )
 
 
@@ -256,11 +256,13 @@ def _require_distinct(turns: Sequence[Sample]) -> None:
         InvalidArgumentError: there is no sample, or two samples have one name.
     """
     if not turns:
-        raise wrong("samples", "these settings give no sample", "Ask for more samples")
+        raise wrong(
+            "samples", "there are no samples with these settings", "Increase the number of samples"
+        )
     ((name, times),) = Counter(turn.name for turn in turns).most_common(1)
     if times > 1:
-        problem = f"expected every sample once, got {name} {times} times"
-        raise wrong("samples", problem, "Leave out the setting that is repeated")
+        problem = f"expected every sample once, but got {name} {times} times"
+        raise wrong("samples", problem, "Remove the setting that is repeated")
 
 
 def _require_references(turns: Sequence[Sample]) -> None:
@@ -272,6 +274,7 @@ def _require_references(turns: Sequence[Sample]) -> None:
     for turn in turns:
         if not turn.references or not all(turn.references):
             problem = (
-                f"expected references in every sample, got {turn.name} with {list(turn.references)}"
+                f"expected references in every sample, but got {turn.name} with "
+                f"{list(turn.references)}"
             )
-            raise wrong("reference_loss", problem, "Leave it out")
+            raise wrong("reference_loss", problem, "Remove this option")

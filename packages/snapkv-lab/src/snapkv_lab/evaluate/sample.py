@@ -169,7 +169,7 @@ def turn_markers(tokenizer: Any) -> tuple[str, str]:
     for family, around in _AROUND.items():
         if family in name:
             return around
-    problem = f"expected a model named like {', '.join(_AROUND)} for longbench, got {name!r}"
+    problem = f"expected a model named like {', '.join(_AROUND)} for longbench, but got {name!r}"
     raise wrong("template", problem, "Use the template tokenizer or none")
 
 

@@ -135,7 +135,9 @@ class Store:
         if (self.folder / "run.json").exists():
             return
         if foreign := foreign_files(self.folder, ("run.json", "samples.jsonl")):
-            problem = f"the folder {self.folder} holds the file {foreign[0]!r}, which is of no run"
+            problem = (
+                f"the folder {self.folder} holds {foreign[0]!r}, which does not belong to a run"
+            )
             raise wrong("results", problem, "Choose a new or empty folder")
 
     def _write_or_compare_run(self) -> None:
@@ -152,11 +154,11 @@ class Store:
                 problem = (
                     f"the folder {self.folder} holds results of another run, with another {which}"
                 )
-                raise wrong("results", problem, "Choose another folder")
+                raise wrong("results", problem, "Choose a different folder")
             return
         if self._rows.path.stat().st_size:
             problem = f"the run.json that describes {self._rows.path} is missing"
-            raise wrong("results", problem, "Choose another folder")
+            raise wrong("results", problem, "Choose a different folder")
         with explain_folder_errors(self.folder):
             replace_file(path, json.dumps(self.run, indent=2) + "\n")
 

@@ -107,8 +107,10 @@ def require_known_names(argument: str, names: Collection[str], known: Iterable[s
     known = tuple(known)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        problem = f"expected some of {', '.join(known)}, got {', '.join(unknown) or 'none'}"
-        raise wrong(argument, problem, "Name those to run, or leave it out for all")
+        problem = f"expected some of {', '.join(known)}, but got {', '.join(unknown) or 'none'}"
+        raise wrong(
+            argument, problem, "Use some of these values, or remove this option to use all of them"
+        )
 
 
 Build = Callable[[int], Sample]
@@ -178,8 +180,8 @@ def fit_samples(
     for build in builds:
         fitted = fit_sample(build, tokenizer, length, least=least, most=most, hint=hint)
         if fitted is None:
-            problem = f"expected room for {what}, got {length} tokens"
-            raise wrong("lengths", problem, "Pass a larger length")
+            problem = f"the length must be large enough for {what}, but got {length} tokens"
+            raise wrong("lengths", problem, "Use a larger length")
         sample, hint = fitted
         yield sample
 

@@ -25,8 +25,10 @@ def main() -> None:
         for each in experiments.values():
             print(f"{each.name:<24}{each.title}")
     else:
-        problem = f"expected one of {', '.join(experiments)}, got {name!r}"
-        sys.exit(str(wrong("experiments", problem, nearest(name, experiments, "Choose one"))))
+        problem = f"expected one of {', '.join(experiments)}, but got {name!r}"
+        sys.exit(
+            str(wrong("experiments", problem, nearest(name, experiments, "Use one of these names")))
+        )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def _device(context: RunContext) -> torch.device:
     if context.small:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        sys.exit("device: expected a CUDA device, got none; pass --small to try it on a CPU")
+        sys.exit("device: expected a CUDA device, but got none; pass --small to try it on a CPU")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -64,7 +64,7 @@ class Kvpress:
         if not Path(python).is_file():
             raise wrong(
                 "python",
-                f"expected the interpreter of an environment with kvpress, got {str(python)!r}",
+                f"expected the interpreter of an environment with kvpress, but got {str(python)!r}",
                 "Make one with python -m venv there; there/bin/pip install kvpress; and pass "
                 "there/bin/python",
             )
@@ -122,7 +122,7 @@ class Kvpress:
         line = process.stdout.readline()
         answer: Row = json.loads(line) if line else {"error": self._describe_end()}
         if "error" in answer:
-            raise wrong("kvpress", f"it failed: {answer['error']}", "Leave it out")
+            raise wrong("kvpress", f"the run has failed: {answer['error']}", "Remove this method")
         self.last = answer
         return answer
 

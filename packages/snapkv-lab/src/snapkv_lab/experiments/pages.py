@@ -84,7 +84,7 @@ def _copy_table(where: str, source: list[list[str]], shown: list[list[str]], key
     """
     (header, _, *lines), (columns, _, *kept) = source, shown
     if missing := set(columns) - set(header):
-        raise ValueError(f"{where}: expected columns of {header}, got {sorted(missing)}")
+        raise ValueError(f"{where}: expected columns of {header}, but got {sorted(missing)}")
     places = [header.index(column) for column in columns]
     if keys:
         lines = [_find_line(where, lines, places, line[:keys]) for line in kept]
@@ -107,7 +107,7 @@ def _find_line(
     """
     matching = [line for line in lines if [line[place] for place in places[: len(first)]] == first]
     if len(matching) != 1:
-        raise ValueError(f"{where}: expected one line {' | '.join(first)}, got {matching}")
+        raise ValueError(f"{where}: expected one line {' | '.join(first)}, but got {matching}")
     return matching[0]
 
 

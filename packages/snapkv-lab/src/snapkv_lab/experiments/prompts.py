@@ -119,7 +119,7 @@ def quoted_document(
     plain = " ".join(text[: tokens * CHARACTERS_PER_TOKEN].split())  # joins lines
     ids = token_ids(tokenizer, plain)[:tokens]
     if len(ids) < tokens:
-        raise ValueError(f"expected a text of {tokens} tokens, got {len(ids)}")
+        raise ValueError(f"expected a text of {tokens} tokens, but got {len(ids)}")
     read = tokenizer.decode(ids)
     candidates = [
         (match.start() / len(read), match.group())
@@ -128,7 +128,7 @@ def quoted_document(
         and read.count(_first_words(match.group())) == 1
     ]
     if len(candidates) < questions:
-        raise ValueError(f"expected {questions} sentences to ask about, got {len(candidates)}")
+        raise ValueError(f"expected {questions} sentences to ask about, but got {len(candidates)}")
     quotes = []
     for depth_wanted in ((number + 0.5) / questions for number in range(questions)):
         nearest = min(candidates, key=lambda candidate: abs(candidate[0] - depth_wanted))

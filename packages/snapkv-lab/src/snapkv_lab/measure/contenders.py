@@ -226,8 +226,8 @@ def transformers_contender(name: str) -> Contender:
         InvalidArgumentError: `name` is not a key of `FULL_CACHES`.
     """
     if name not in FULL_CACHES:
-        problem = f"expected one of {', '.join(FULL_CACHES)}, got {name!r}"
-        raise wrong("baseline", problem, nearest(name, FULL_CACHES, "Choose one of them"))
+        problem = f"expected one of {', '.join(FULL_CACHES)}, but got {name!r}"
+        raise wrong("baseline", problem, nearest(name, FULL_CACHES, "Use one of these values"))
     return Contender(label=name, make=FULL_CACHES[name])
 
 
@@ -306,7 +306,7 @@ def _random_states(model: PreTrainedModel, batch: int, tokens: int, kind: str) -
     if getattr(text, "kv_lora_rank", None) is not None:
         raise wrong(
             "model",
-            "expected a model whose cache holds keys and values per head, got "
+            "expected a model whose cache holds keys and values per head, but got "
             f"{type(model).__name__} with latent attention",
             "Measure how it reads prompts, with snapkv bench prefill or memory",
             UnsupportedModelError,

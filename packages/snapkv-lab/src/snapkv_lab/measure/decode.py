@@ -74,7 +74,7 @@ class DecodeBench(Bench):
         if self.tokens * (self.rounds + 1) > ROOM_TOKENS:
             raise wrong(
                 "tokens and rounds",
-                f"expected at most {ROOM_TOKENS} tokens in all rounds, warm-up included, got "
+                f"expected at most {ROOM_TOKENS} tokens in all rounds, warm-up included, but got "
                 f"{self.tokens * (self.rounds + 1)}",
                 "Lower one of them",
             )

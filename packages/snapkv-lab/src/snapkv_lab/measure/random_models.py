@@ -54,7 +54,7 @@ def shape_config(shape: str, layers: int | None = None) -> Any:
         InvalidArgumentError: the shape is not known.
     """
     if shape not in SHAPES:
-        problem = f"expected one of {', '.join(SHAPES)}, got {shape!r}"
-        raise wrong("shape", problem, nearest(shape, SHAPES, "Choose one of them"))
+        problem = f"expected one of {', '.join(SHAPES)}, but got {shape!r}"
+        raise wrong("shape", problem, nearest(shape, SHAPES, "Use one of these values"))
     changes = {} if layers is None else {"num_hidden_layers": layers}
     return AutoConfig.for_model(SHAPES[shape].family, **SHAPES[shape].config | changes)

@@ -76,13 +76,16 @@ class Medusa:
             InvalidTypeError: `heads` or `tree` has another type.
         """
         if not isinstance(heads, MedusaHeads):
-            problem = f"expected MedusaHeads, got {type(heads).__name__}"
+            problem = f"expected MedusaHeads, but got {type(heads).__name__}"
             raise wrong(
-                "heads", problem, "Read them with load_heads(folder, model)", InvalidTypeError
+                "heads",
+                problem,
+                "Use load_heads(folder, model) to load the heads",
+                InvalidTypeError,
             )
         if not isinstance(tree, CandidateTree | None):
-            problem = f"expected a CandidateTree or None, got {type(tree).__name__}"
-            raise wrong("tree", problem, "Pass CandidateTree(paths)", InvalidTypeError)
+            problem = f"expected a CandidateTree or None, but got {type(tree).__name__}"
+            raise wrong("tree", problem, "For example, use CandidateTree(paths)", InvalidTypeError)
         if tree is None:
             weights = heads.weights
             nodes = NODES_ON_GPU
@@ -123,8 +126,8 @@ class Medusa:
         require_one_sequence(input_ids, model_inputs.get("attention_mask"), generation_config)
         cache = cache_among(model_inputs)
         if not isinstance(cache, CompressedCache):
-            problem = f"drafts are verified on a CompressedCache, got {type(cache).__name__}"
-            remedy = "Pass CompressedCache(model, FullCache()) to keep all tokens"
+            problem = f"drafts need a CompressedCache, but got {type(cache).__name__}"
+            remedy = "Use CompressedCache(model, FullCache()) to keep all tokens"
             raise wrong("cache", problem, remedy, CacheMismatchError)
         cache.setup.require("drafts")
         request = GenerateRequest(
@@ -220,7 +223,7 @@ class _Candidates:
         logits = self._request.read_prompt()
         if not hasattr(self._states, "value"):
             problem = "the heads cannot see the model's last state inside a SharedReading"
-            raise wrong("custom_generate", problem, "Generate outside of it")
+            raise wrong("custom_generate", problem, "Call generate outside of the SharedReading")
         self._hidden = self._states.value[0, -1]
         begin_verifying(self._request.cache)
         return logits

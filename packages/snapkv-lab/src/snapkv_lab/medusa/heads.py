@@ -179,7 +179,7 @@ def output_projection(model: Any) -> Any:
     """
     projection = model.get_output_embeddings()
     if projection is None:
-        problem = f"{type(model).__name__} has no output projection (lm_head)"
+        problem = f"the model {type(model).__name__} does not have an output projection (lm_head)"
         raise wrong("model", problem, "Use a model for text generation", UnsupportedModelError)
     return projection
 
@@ -306,8 +306,8 @@ def _folder(source: str) -> Path:
         except (OSError, ValueError) as error:
             reason = first_line(error)
     expected = f"expected {DEMO!r}, a folder with {CONFIG} and {FILE}, or a hub id of one"
-    remedy = "Pass the folder that `snapkv medusa train` wrote"
-    raise wrong("medusa", f"{expected}, got {source!r}: {reason}", remedy)
+    remedy = "Use a folder that was written by `snapkv medusa train`"
+    raise wrong("medusa", f"{expected}, but got {source!r}: {reason}", remedy)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -321,8 +321,8 @@ def _config(folder: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError(f"{type(config).__name__}, no object")
     except (OSError, ValueError) as error:
-        problem = f"the {CONFIG} in {folder} cannot be read: {type(error).__name__}: {error}"
-        raise wrong("medusa", problem, "Fetch the heads again") from error
+        problem = f"the {CONFIG} in {folder} could not be read: {type(error).__name__}: {error}"
+        raise wrong("medusa", problem, "Download the heads again") from error
     return config
 
 
@@ -334,8 +334,8 @@ def _count(config: dict[str, Any], name: str, folder: Path) -> int:
     """
     count = config.get(name)
     if type(count) is not int or count < 1:
-        problem = f"expected a positive integer in {folder / CONFIG}, got {count!r}"
-        raise wrong(name, problem, "Correct it, or fetch the heads again")
+        problem = f"expected a positive integer in {folder / CONFIG}, but got {count!r}"
+        raise wrong(name, problem, "Correct the value, or download the heads again")
     return count
 
 
@@ -349,18 +349,18 @@ def _tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
         InvalidArgumentError: there is no file, or it is damaged or contains more than tensors.
     """
     path, pickled = folder / FILE, folder / PICKLE
-    expected, remedy = f"{FILE} or {PICKLE}", "Pass the folder with the heads"
+    expected, remedy = f"{FILE} or {PICKLE}", "Use the folder that contains the heads"
     try:
         if path.is_file():
-            expected, remedy = f"a complete safetensors file {path}", "Fetch it again"
+            expected, remedy = f"a complete safetensors file {path}", "Download the file again"
             return load_file(path), path
         if pickled.is_file():
             expected = f"nothing but tensors in {pickled}, which is damaged or would run code"
-            remedy = f"Convert it to {FILE} if you trust it, or fetch it again"
+            remedy = f"If you trust the file, convert it to {FILE}, or download it again"
             return torch.load(pickled, map_location="cpu", weights_only=True), pickled
         raise EOFError("neither")
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        problem = f"expected {expected} in {folder}, got {first_line(error)}"
+        problem = f"expected {expected} in {folder}, but got {first_line(error)}"
         raise wrong("medusa", problem, remedy) from error
 
 
@@ -399,7 +399,7 @@ def _require_tensors(
         raise wrong(
             "medusa",
             f"expected for {type(model).__name__} with {d} hidden units and {V:,} tokens the "
-            f"{len(shapes)} tensors that {CONFIG} announces in {path}, got {len(others)} others "
-            f"such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}",
+            f"{len(shapes)} tensors that {CONFIG} announces in {path}, but got {len(others)} "
+            f"others such as {key}, {got.get(key, 'missing')} instead of {shapes.get(key, 'none')}",
             "Pass the heads of this model, or correct medusa_num_heads and medusa_num_layers",
         )

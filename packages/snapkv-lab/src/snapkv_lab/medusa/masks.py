@@ -60,7 +60,7 @@ def tree_mask(implementation: str, mask: Any, visible: Tensor, query: Tensor, sl
     if not (implementation in ("sdpa", "eager") and (mask is None or mask.ndim == 4)):
         raise wrong(
             "attn_implementation",
-            f"a tree of candidates can be verified with sdpa or eager, got {implementation}",
+            f"a tree of candidates can be verified with sdpa or eager, but got {implementation}",
             "Load the model with one of them, or draft a chain",
             UnsupportedModelError,
         )

@@ -156,9 +156,9 @@ def _make_prompts(
         passages += [tokenizer.decode(ids[start : start + length]) for start in starts]
     if len(passages) < plan.answers:
         problem = (
-            f"expected text for {plan.answers} passages of {length} tokens, got {len(passages)}"
+            f"expected text for {plan.answers} passages of {length} tokens, but got {len(passages)}"
         )
-        raise wrong("data", problem, "Pass more documents, or ask for fewer answers")
+        raise wrong("data", problem, "Use more documents, or use fewer answers")
     random.Random(plan.seed).shuffle(passages)
     pairs = zip(passages[: plan.answers], itertools.cycle(QUESTIONS), strict=False)
     prompts = (question_prompt(tokenizer, passage, question) for passage, question in pairs)

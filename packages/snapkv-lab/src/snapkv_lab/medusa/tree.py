@@ -69,7 +69,7 @@ class CandidateTree:
             elif not 0 <= path[-1] < HEAD_RANKS:
                 fault = f"has a rank outside 0 to {HEAD_RANKS - 1}"
             if fault:
-                raise wrong("choices", f"the path {path} {fault}", "Correct it")
+                raise wrong("choices", f"the path {path} {fault}", "Correct this path")
             known.add(path)
         object.__setattr__(self, "choices", tuple(paths))
 

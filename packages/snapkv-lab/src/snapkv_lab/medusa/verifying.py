@@ -97,7 +97,7 @@ class GenerateRequest:
             raise wrong(
                 "input_ids",
                 f"expected the whole text, longer than the {seen:,} tokens that the cache has "
-                f"seen, got {self.ids.shape[1]:,}",
+                f"seen, but got {self.ids.shape[1]:,}",
                 "Pass all of it",
                 CacheMismatchError,
             )
@@ -139,17 +139,21 @@ def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCon
             output of `return_dict_in_generate` is wanted.
     """
     if ids.shape[0] != 1 or (config.num_beams or 1) > 1:
-        problem = f"expected one sequence, got {ids.shape[0]} with num_beams={config.num_beams}"
-        raise wrong("input_ids", problem, "Generate the sequences one by one, without beams")
+        problem = f"expected one sequence, but got {ids.shape[0]} with num_beams={config.num_beams}"
+        raise wrong("input_ids", problem, "Generate the sequences one at a time, without beams")
     if not ids.shape[1]:
-        problem = "expected the prompt as token ids, got none"
+        problem = "the prompt must be given as token ids, but got none"
         raise wrong("input_ids", problem, "Pass input_ids instead of embeddings")
     if mask is not None and not bool(mask.all()):
         raise wrong(
-            "attention_mask", "expected no padding, got some", "Pass the row without padding"
+            "attention_mask", "expected no padding, but got some", "Pass the row without padding"
         )
     if config.return_dict_in_generate:
-        raise wrong("return_dict_in_generate", "expected False, got True", "Leave it out")
+        raise wrong(
+            "return_dict_in_generate",
+            "this option is not supported, but got True",
+            "Remove this option",
+        )
 
 
 def begin_verifying(cache: Cache) -> None:
@@ -160,7 +164,7 @@ def begin_verifying(cache: Cache) -> None:
     """
     stuck = sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable})
     if stuck:
-        problem = f"layers of the type {', '.join(stuck)} cannot remove rejected drafts"
+        problem = f"rejected drafts cannot be removed from layers of the type {', '.join(stuck)}"
         raise wrong("model", problem, "Generate without drafts", UnsupportedModelError)
     cache.activate_past_recording()
 

@@ -382,7 +382,7 @@ def draw_bench(rows: Sequence[Row]) -> "Figure":
     import matplotlib
 
     if not rows:
-        raise wrong("plot", "expected rows to draw, got none", "Measure at least one cache")
+        raise wrong("plot", "there are no rows to draw", "Measure at least one cache")
     bench = rows[0]["bench"]
     # Throughput finds a batch size of its own for every cache.
     batches = [None] if bench == "throughput" else sorted({row["batch"] for row in rows})

@@ -135,7 +135,9 @@ class ReadingStudy(Study):
         require_at_least("samples", self.samples, 1)
         require_at_least("document_tokens", self.document_tokens, LEAST_TOKENS)
         if not self.questions or not all(question.strip() for question in self.questions):
-            problem = f"expected at least one question and no empty one, got {list(self.questions)}"
+            problem = (
+                f"expected at least one question and no empty one, but got {list(self.questions)}"
+            )
             raise wrong("question", problem, "Ask a question")
 
     @property
@@ -369,7 +371,7 @@ class HitRate(ReadingStudy):
             require_at_least(name, getattr(self, name), 1)
         require_at_least("sink_tokens", self.sink_tokens, 0)
         if not 0 < self.threshold < 1:
-            problem = f"expected attention between 0 and 1, got {self.threshold}"
+            problem = f"expected attention between 0 and 1, but got {self.threshold}"
             raise wrong("threshold", problem, "Pass 0.05")
         self._voting_policy()
         if int(self.keep_ratio * (self.document_tokens - self.window_size)) <= self.sink_tokens:
@@ -680,7 +682,7 @@ class Instructions(ReadingStudy):
         super().__post_init__()
         require_at_least("answer_length", self.answer_length, 1)
         if len(self.questions) < 2:
-            problem = f"expected at least two questions, got {len(self.questions)}"
+            problem = f"expected at least two questions, but got {len(self.questions)}"
             raise wrong("question", problem, "Ask another question")
         if not 0 < self.keep_ratio < 1 or int(self.keep_ratio * self.document_tokens) < 1:
             problem = f"{self.keep_ratio} is not at least one of {self.document_tokens:,} positions"

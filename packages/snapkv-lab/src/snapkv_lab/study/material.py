@@ -76,7 +76,7 @@ def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int)
     if most < LEAST_TOKENS:
         problem = f"expected at least {LEAST_TOKENS} of document_tokens={tokens:,} tokens in each"
         remedy = "Pass a longer document"
-        raise wrong("document", f"{problem}, got {most:,} in {shortest[0]}", remedy)
+        raise wrong("document", f"{problem}, but got {most:,} in {shortest[0]}", remedy)
     cut_texts = [
         (name, tokenizer.decode(own[:most], skip_special_tokens=True))
         for (name, _), own in zip(texts, ids, strict=True)

@@ -240,7 +240,7 @@ def test_lm_eval_command_runs_local_tasks_with_every_method(evaluate):
     ("tasks", "options", "message"),
     [
         ("local_whole", {}, "tasks: local_whole scores whole texts"),
-        ("", {}, "tasks: expected names of lm-eval's tasks"),
+        ("", {}, "tasks: expected the names of tasks of lm-eval"),
         ("local_gate", {"include_path": "nowhere"}, "include_path: expected a folder"),
         ("local_gate", {}, "tasks: the data of local_gate cannot be loaded"),
     ],

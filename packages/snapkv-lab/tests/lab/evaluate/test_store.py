@@ -57,7 +57,7 @@ def test_error_names_the_damaged_line(tmp_path, damage):
     filled(tmp_path)
     whole = lines(tmp_path)
     (tmp_path / "samples.jsonl").write_bytes(whole[0] + damage + b"\n" + whole[2])
-    with pytest.raises(InvalidArgumentError, match=r"samples\.jsonl, line 2, got .*delete"):
+    with pytest.raises(InvalidArgumentError, match=r"samples\.jsonl, line 2, but got .*delete"):
         Store(tmp_path, RUN)
     assert len(lines(tmp_path)) == 3  # nothing was repaired behind the user's back
 

@@ -36,7 +36,7 @@ def test_gpu_experiment_fits_into_its_stated_time():
 def test_gpu_experiment_without_a_gpu_is_refused_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"device: expected .*, got none; pass --small.*CPU$"):
+    with pytest.raises(SystemExit, match=r"device: expected .*, but got none; pass --small.*CPU$"):
         gpu.GPU.main([])
     assert not any(tmp_path.iterdir())
 

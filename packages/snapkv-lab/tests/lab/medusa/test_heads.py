@@ -186,7 +186,7 @@ def test_folders_without_heads_are_refused(tmp_path):
         with pytest.raises(InvalidArgumentError, match="medusa: expected 'demo', a folder"):
             load_heads(source, model)
     for name, content, said in (
-        ("notes", "", r"config\.json in .* cannot be read"),
+        ("notes", "", r"config\.json in .* could not be read"),
         ("config.json", "[]", "no object"),
         ("config.json", '{"medusa_num_heads": 2}', "got neither"),
         ("medusa_lm_head.safetensors", "garbage", "complete safetensors"),

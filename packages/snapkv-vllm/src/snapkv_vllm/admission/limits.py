@@ -41,7 +41,9 @@ class ConfigEntry:
         for name in config:
             if name not in known:
                 problem = f"there is no limit with the name {name!r}, only {', '.join(known)}"
-                raise wrong(cls.__name__.lower(), problem, nearest(name, known, "Remove it"))
+                raise wrong(
+                    cls.__name__.lower(), problem, nearest(name, known, "Remove this limit")
+                )
         return cls(**config)
 
     def to_config(self) -> dict[str, Any]:
@@ -88,16 +90,18 @@ class Limits(ConfigEntry):
         require_choice("decode_policy", self.decode_policy, DECODE_POLICIES)
         every, own = self.evict_every, self.to_config()
         if not self.decode_budget and own:
-            problem = "this limit has no effect without a decode_budget"
-            raise wrong(next(iter(own)), problem, "Pass decode_budget as well, or remove this")
+            problem = "this limit has no effect if decode_budget is not set"
+            raise wrong(next(iter(own)), problem, "Set decode_budget as well, or remove this limit")
         if 0 < self.decode_budget <= every:
             more = f"more than evict_every, which is {every}"
-            problem = f"this must be {more}, got {self.decode_budget}"
-            raise wrong("decode_budget", problem, "Use a larger value, or a smaller evict_every")
+            problem = f"the value must be {more}, but got {self.decode_budget}"
+            raise wrong("decode_budget", problem, "Increase decode_budget, or reduce evict_every")
         if every < (needed := self.pending_queries_per_answer):
             least = f"at least {needed}, because {self.decode_policy} needs {needed} queries"
-            problem = f"this must be {least}, got {every}"
-            raise wrong("evict_every", problem, "Use a larger value or another decode_policy")
+            problem = f"the value must be {least}, but got {every}"
+            raise wrong(
+                "evict_every", problem, "Increase evict_every, or use a different decode_policy"
+            )
 
     def limit_answer(self, tokens: int | None, prompt_policy: Policy | None) -> AnswerLimit | None:
         """Return the limit on the tokens that a request stores while it generates. The result is
@@ -121,17 +125,19 @@ class Limits(ConfigEntry):
         if not self.decode_budget:
             if not tokens:
                 return None
-            problem = f"this server does not limit the length of answers, got {tokens}"
+            problem = f"this server does not limit the length of answers, but got {tokens}"
             remedy = "Remove this setting, or start the server with --decode-budget"
             raise wrong("decode_budget", problem, remedy)
         require_int("decode_budget", tokens, minimum=1, maximum=self.decode_budget)
         if prompt_policy is None:
-            problem = "expected at least 1 on a server with a decode budget, got 0"
+            problem = "the value must be at least 1 on a server with a decode budget, but got 0"
             raise wrong("budget", problem, f"Use a number between 1 and {tokens - every}")
         if tokens < (needed := count_kept_tokens(prompt_policy, MOST) + every):
             parts = f"which is the sum of the kept tokens of a prompt and evict_every ({every})"
-            problem = f"this must be at least {needed}, {parts}, got {tokens}"
-            raise wrong("decode_budget", problem, "Increase it, or reduce budget or evict_every")
+            problem = f"the value must be at least {needed}, {parts}, but got {tokens}"
+            raise wrong(
+                "decode_budget", problem, "Increase decode_budget, or reduce budget or evict_every"
+            )
         policy = self._eviction_policy(tokens - every)
         return AnswerLimit(policy=policy, max_tokens=tokens, evict_every=every)
 
@@ -153,7 +159,9 @@ class Limits(ConfigEntry):
         except InvalidArgumentError as error:
             total, reason = kept_tokens + self.evict_every, str(error).rstrip(".")
             cause = f"if {self.evict_every} tokens are evicted at a time ({reason})"
-            problem = f"{total} is not enough for the method {self.decode_policy}, {cause}"
+            problem = (
+                f"a value of {total} is not enough for the method {self.decode_policy}, {cause}"
+            )
             raise wrong("decode_budget", problem, "Use a larger number of tokens") from None
 
     @property

@@ -102,7 +102,9 @@ class WithSpans(Policy):
         available = count_kept_tokens(scores, MOST) - count_window_tokens(scores)
         first = count_sink_tokens(scores)
         if named.tokens + first - named.among_first(first) > available:
-            problem = f"expected at most {available:,} tokens, got {named.tokens:,}"
+            problem = (
+                f"at most {available:,} tokens can be protected, but got {named.tokens:,} tokens"
+            )
             raise wrong("protect", problem, "Protect fewer tokens")
 
     @property

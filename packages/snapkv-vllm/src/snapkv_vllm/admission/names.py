@@ -153,7 +153,9 @@ def require_readable(name: str, value: Any) -> None:
             printed.
     """
     if value is None:
-        raise InvalidTypeError(f"{name}: expected a value, got null. Remove {name}.")
+        raise InvalidTypeError(
+            f"{name}: the value must not be null. Remove {name} from the request."
+        )
     try:
         fits = not isinstance(value, str | list | tuple | dict) or len(value) <= MAX_SHOWN
         fits = fits and len(repr(value)) <= 2 * MAX_SHOWN
@@ -161,7 +163,9 @@ def require_readable(name: str, value: Any) -> None:
         fits = False
     if not fits:
         got = f"a {type(value).__name__} that is longer than the value of any setting"
-        raise wrong(name, f"expected a number, a word or a pair, got {got}", "Pass a shorter value")
+        raise wrong(
+            name, f"expected a number, a word or a pair, but got {got}", "Use a shorter value"
+        )
 
 
 # Names that clients write.
@@ -199,8 +203,8 @@ def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
         RefusedError: the object has too many names.
     """
     if len(fields) > _MAX_NAMES:
-        problem = f"expected at most {_MAX_NAMES:,} names in the object, got {len(fields):,}"
-        raise wrong(argument, problem, "Leave out the names that the server does not know")
+        problem = f"expected at most {_MAX_NAMES:,} names in the object, but got {len(fields):,}"
+        raise wrong(argument, problem, "Remove the names that the server does not know")
 
 
 def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
@@ -220,7 +224,9 @@ def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
     for name, value in extra_args.items():
         right = correct_name(name)
         if right not in (None, name):
-            raise wrong(printable(name), "no setting has this name", f"Write {right}")
+            raise wrong(
+                printable(name), "there is no setting with this name", f"Use {right} instead"
+            )
         if right is not None:
             own[name.removeprefix(PREFIX)] = value
     return own
@@ -276,10 +282,10 @@ def require_session_name(argument: str, value: object, pattern: re.Pattern[str] 
             printable, or has a segment "." or "..".
     """
     problem = f"expected a text of 1 to {_MAX_SESSION_CHARACTERS} characters"
-    remedy = "Pass another name, for example a random one"
+    remedy = "Use a different name, for example a random one"
     if not isinstance(value, str) or not pattern.fullmatch(value):
         got = "a longer text" if isinstance(value, str) and value else "another value"
-        raise wrong(argument, f"{problem}, got {got}", remedy)
+        raise wrong(argument, f"{problem}, but got {got}", remedy)
     if not value.isprintable() or {".", ".."} & set(value.split("/")):
         problem += ", all of them printable, without . or .. between slashes"
-        raise wrong(argument, f"{problem}, got '{printable(value)}'", remedy)
+        raise wrong(argument, f"{problem}, but got '{printable(value)}'", remedy)

@@ -118,7 +118,7 @@ class ServingSettings:
         policy = self.policy
         if not isinstance(policy, str) or policy not in METHODS:
             why = _NOT_SERVED.get(str(policy), "")
-            problem = f"the method must be one of {', '.join(METHODS)}, got {policy!r}{why}"
+            problem = f"the method must be one of {', '.join(METHODS)}, but got {policy!r}{why}"
             remedy = "Use one of these methods"
             raise wrong("policy", problem, remedy if why else nearest(str(policy), METHODS, remedy))
         for cap in _CAPS:
@@ -411,8 +411,11 @@ class ServingSettings:
         span_policies = []
         for (start, end), kept in spans.compress:
             if start < first:
-                problem = f"cannot compress {start} to {end}, because the first {first} are kept"
-                raise wrong(SPANS, problem, f"Let the span start at {first} or later")
+                problem = (
+                    f"the span {start} to {end} cannot be compressed, because the first {first} "
+                    "tokens are kept"
+                )
+                raise wrong(SPANS, problem, f"Use a span that starts at {first} or later")
             outside = max(prompt_tokens, end + window) - (end - start)
             span_policies.append(scoring_policy(self._make_policy(outside + kept, parameters)))
         inner = self._make_policy(budget + spans.dropped_tokens, parameters) if budget else None
@@ -424,7 +427,7 @@ class ServingSettings:
             problem = (
                 f"the spans keep {kept:,} tokens, which exceeds the budget of {budget:,} ({reason})"
             )
-            raise wrong(SPANS, problem, "Raise the budget, or protect fewer tokens") from None
+            raise wrong(SPANS, problem, "Increase the budget, or protect fewer tokens") from None
         fits = budget >= prompt_tokens - spans.dropped_tokens
         return replace(made, policy=None) if fits else made
 
@@ -448,7 +451,9 @@ class ServingSettings:
                 continue
             if PREFIX + name not in names:
                 problem = f"this server has no setting with this name, only {', '.join(names)}"
-                raise wrong(full, problem, nearest(full, names, "Remove it from the request"))
+                raise wrong(
+                    full, problem, nearest(full, names, "Remove this setting from the request")
+                )
             require_readable(full, value)
 
     def _make_policy(self, budget: int | None, parameters: Mapping[str, Any]) -> Policy:
@@ -469,12 +474,12 @@ class ServingSettings:
         for name, value in parameters.items():
             if name not in known:
                 parameters_known = f"has only the parameters {', '.join(known)}"
-                problem = f"the method {self.policy} {parameters_known}, got {name}={value!r}"
+                problem = f"the method {self.policy} {parameters_known}, but got {name}={value!r}"
                 raise wrong(name, problem, nearest(name, known, "Remove this parameter"))
         merged = {**_DEFAULTS.get(self.policy, {}), **parameters}
         for (name, value), expected in _UNSERVABLE.items():
             if merged.get(name) == value:
-                raise wrong(name, f"{expected}, got {value!r}", "Use one of these values")
+                raise wrong(name, f"{expected}, but got {value!r}", "Use one of these values")
         method = METHODS[self.policy]
         made = method(**merged, budget=_ample_budget(merged))
         # A longer window or a wider kernel would slow down the other requests of a step.
@@ -500,7 +505,7 @@ def _require_tokens(budget: object) -> None:
         return
     tokens = f", {int(8192 * size['share'])} for 8k" if "share" in size else ""
     plan = f"snapkv plan --context N --budget {budget}"
-    problem = f"this must be a number of tokens on a server, got {budget!r}"
+    problem = f"the budget of a server must be a number of tokens, but got {budget!r}"
     raise wrong("budget", problem, f"Use the number that {plan} shows for N tokens{tokens}")
 
 
@@ -512,7 +517,7 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
     """
     if size > cap:
         option = f"--{cap_name.replace('_', '-')} {size}"
-        problem = f"expected at most {cap:,} on this server, got {size:,}"
+        problem = f"the value can be at most {cap:,} on this server, but got {size:,}"
         raise wrong(name, problem, f"Use a smaller value, or start the server with {option}")
 
 

@@ -58,15 +58,15 @@ def parse_spans(value: object) -> tuple[SpanEdit, ...]:
             raise wrong(SPANS_FIELD, "the text is not valid JSON", "Send a list of spans") from None
     if not isinstance(value, list | tuple):
         example = '[{"start": 10, "end": 500, "do": "drop"}]'
-        problem = f"expected a list of objects, got {describe(value)}"
-        raise wrong(SPANS_FIELD, problem, f"Send a list such as {example}")
+        problem = f"expected a list of objects, but got {describe(value)}"
+        raise wrong(SPANS_FIELD, problem, f"For example, send {example}")
     if len(value) > _MAX_ENTRIES:
-        problem = f"the list can have at most {_MAX_ENTRIES:,} spans, got {len(value):,}"
+        problem = f"the list can have at most {_MAX_ENTRIES:,} spans, but got {len(value):,}"
         raise wrong(SPANS_FIELD, problem, "Combine spans that follow each other into one")
     entries = tuple(map(_parse_entry, value))
     count = sum(entry.do == COMPRESS for entry in entries)
     if count > _MAX_COMPRESSED:
-        problem = f"at most {_MAX_COMPRESSED} spans of a request can be compressed, got {count}"
+        problem = f"at most {_MAX_COMPRESSED} spans of a request can be compressed, but got {count}"
         raise wrong(SPANS_FIELD, problem, "Combine spans that follow each other into one")
     return entries
 
@@ -80,26 +80,30 @@ def _parse_entry(entry: object) -> SpanEdit:
         InvalidArgumentError: a number is out of range.
     """
     if not isinstance(entry, Mapping):
-        problem = f"every span must be an object with fields, got {describe(entry)}"
+        problem = f"every span must be an object with fields, but got {describe(entry)}"
         raise wrong(SPANS_FIELD, problem, f"Send objects with the fields {', '.join(_FIELDS)}")
     for name in entry:
         if name not in _FIELDS:
-            problem = f"a span can only have the fields {', '.join(_FIELDS)}, got {describe(name)}"
+            problem = (
+                f"a span can only have the fields {', '.join(_FIELDS)}, but got {describe(name)}"
+            )
             raise wrong(SPANS_FIELD, problem, "Remove this field from the span")
     do = entry.get("do")
     if not isinstance(do, str) or do not in (DROP, PROTECT, COMPRESS):
-        problem = f"this must be one of {DROP}, {PROTECT} and {COMPRESS}, got {describe(do)}"
+        problem = (
+            f"the value must be one of {DROP}, {PROTECT} and {COMPRESS}, but got {describe(do)}"
+        )
         raise wrong(f"{SPANS_FIELD}: do", problem, "Use one of these three words")
     budget = 0
     if do == COMPRESS:
         budget = _parse_number(entry, "budget", minimum=1)
     elif "budget" in entry:
-        problem = f"only spans to {COMPRESS} have a budget, not those to {do}"
+        problem = f"only spans to {COMPRESS} can have a budget, but this span has the action {do}"
         raise wrong(f"{SPANS_FIELD}: budget", problem, "Remove the budget from the span")
     start, end = _parse_number(entry, "start"), _parse_number(entry, "end")
     if start >= end:
-        problem = f"expected a start below the end, got {start} and {end}"
-        raise wrong(SPANS_FIELD, problem, "Let the end be the position after the last token")
+        problem = f"the start must be less than the end, but got {start} and {end}"
+        raise wrong(SPANS_FIELD, problem, "Use the position after the last token as the end")
     return SpanEdit(do=do, budget=budget, span=(start, end))
 
 
@@ -216,5 +220,12 @@ class RequestSpans:
             for start, end in spans:
                 if end > most:
                     prompt = f"a prompt of {prompt_tokens:,} tokens"
-                    problem = f"cannot {do} {start:,} to {end:,} of {prompt}, because {why}"
-                    raise wrong(SPANS_FIELD, problem, f"Use a span that ends at {most:,} or before")
+                    problem = (
+                        f"it is not possible to {do} {start:,} to {end:,} of {prompt}, because "
+                        f"{why}"
+                    )
+                    raise wrong(
+                        SPANS_FIELD,
+                        problem,
+                        f"Use a span that ends at position {most:,} or earlier",
+                    )

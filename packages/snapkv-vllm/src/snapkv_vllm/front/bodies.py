@@ -91,13 +91,13 @@ def _parse_body(text: bytes) -> object:
         is_deep = True
     if is_deep:
         problem = f"more than {_MAX_DEPTH} lists or objects are nested in each other"
-        raise wrong("body", problem, "Nest them less deeply")
+        raise wrong("body", problem, "Use fewer levels of nested lists and objects")
     if b"\0" in text or _SURROGATE.search(text):  # a zero byte means UTF-16 or UTF-32
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # vLLM could not send it to its engine
             problem = "a text has half of a surrogate pair, which is not valid Unicode"
-            raise wrong("body", problem, "Remove it from the text") from None
+            raise wrong("body", problem, "Remove this character from the text") from None
     return body
 
 
@@ -150,7 +150,9 @@ def _move_into_xargs(
         return body, {}
     xargs = {} if (sent := body.get(XARGS)) is None else sent
     if not isinstance(xargs, dict):
-        raise wrong(XARGS, f"expected a JSON object, got {describe(xargs)}", "Send an object")
+        raise wrong(
+            XARGS, f"expected a JSON object, but got {describe(xargs)}", "Send a JSON object"
+        )
     for name in moved.keys() & xargs.keys():
         problem = f"the request has this setting twice, inside and outside of {XARGS}"
         raise wrong(name, problem, "Remove one of the two")
@@ -187,11 +189,11 @@ def _session_in_hint(hint: object) -> Any:
     """
     form = f'{{"{SESSION_ID}": "a-random-name"}}'
     if not isinstance(hint, dict | None):
-        problem = f"expected a JSON object, got {describe(hint)}"
+        problem = f"expected a JSON object, but got {describe(hint)}"
         raise wrong(AGENT_HINT, problem, f"Send an object such as {form}")
     for name in hint or {}:
         if name != SESSION_ID:
-            problem = f"the object can only have the field {SESSION_ID}, got {describe(name)}"
+            problem = f"the object can only have the field {SESSION_ID}, but got {describe(name)}"
             raise wrong(AGENT_HINT, problem, f"Send an object such as {form}")
     return hint and hint.get(SESSION_ID)
 
@@ -225,7 +227,7 @@ def require_settings(
     for place, fields in outside.items():
         require_few_names(place, fields)
     for name, word in find_misspelled_fields(body):
-        raise wrong(printable(name), "there is no field with this name", f"Write {word}")
+        raise wrong(printable(name), "there is no field with this name", f"Use {word} instead")
     for name in chain.from_iterable(outside.values()):
         if (right := correct_name(name)) is not None:
             remedy = f'Write "{XARGS}": {{"{printable(right)}": ...}}'

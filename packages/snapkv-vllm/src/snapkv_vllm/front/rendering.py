@@ -97,7 +97,7 @@ class _Resolver:
         if SPANS_FIELD not in extra_args or not isinstance(made, list):  # vLLM returns an error
             return None
         if len(made) != 1:
-            problem = f"a request with spans can have only one prompt, got {len(made)} prompts"
+            problem = f"a request with spans can have only one prompt, but got {len(made)} prompts"
             raise wrong(SPANS_FIELD, problem, "Send a separate request for each prompt")
         return extra_args
 

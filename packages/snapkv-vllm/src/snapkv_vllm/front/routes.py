@@ -58,8 +58,8 @@ def _require_deleted(name: str, answers: Sequence[dict[str, int]]) -> None:
             may have deleted their histories), or there is no such session (404).
     """
     if any(one["requests"] for one in answers):
-        remedy = "Delete it when its requests have ended"
-        raise wrong("session", "requests of the session are running", remedy, CONFLICT)
+        remedy = "Wait until these requests have finished, and delete the session then"
+        raise wrong("session", "some requests of the session are still running", remedy, CONFLICT)
     if not any(one["histories"] for one in answers):
         problem = f"there is no session with the name {describe(name)} for this API key"
         raise wrong("session", problem, f"Use GET {PATH} to list the sessions", NOT_FOUND)

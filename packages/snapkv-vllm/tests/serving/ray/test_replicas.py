@@ -102,7 +102,7 @@ def test_wrong_setting_is_answered_with_status_400(client):
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"max_modellen": 512}, "max_modellen: this is not an option of vllm serve"),
+        ({"max_modellen": 512}, "max_modellen: vllm serve does not have an option"),
         ({"budget": -1}, "budget"),
         ({"worker_cls": "other.Worker"}, "worker_cls: this option is set by"),
     ],

@@ -69,7 +69,9 @@ def test_wrong_settings_get_a_400_and_correct_bodies_are_unchanged(client):
     assert client.post("/raw", json=RIGHT).json() == RIGHT
     refused = client.post("/raw", json=WRONG)
     assert refused.status_code == 400
-    assert refused.json()["detail"].startswith("snapkv_budget: expected more than window_size=16")
+    assert refused.json()["detail"].startswith(
+        "snapkv_budget: expected a value above window_size=16"
+    )
 
 
 def test_stream_refused_by_the_engine_has_the_status_of_the_error(client):
@@ -88,7 +90,7 @@ def test_limits_of_the_server_apply_to_requests(client):
 def test_form_with_too_many_names_is_refused(client):
     fields = {"vllm_xargs": json.dumps(FOREIGN), "stream": "true"}
     refused = client.post("/form", data=fields, files={"file": b"a sound"})
-    said = "vllm_xargs: expected at most 1,000 names in the object, got 30,000"
+    said = "vllm_xargs: expected at most 1,000 names in the object, but got 30,000"
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(said)
 

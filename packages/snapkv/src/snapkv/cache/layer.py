@@ -373,7 +373,7 @@ class CompressedLayer(DynamicLayer):
                 "sink_tokens",
                 f"{self.policy.name} cannot move {sink_tokens} attention sinks, because the heads "
                 "keep different numbers of tokens",
-                "Leave the sinks at their own positions",
+                "Do not move the sinks to other positions",
             )
         assert self.identity.rotation is not None
         gap, state = self.slots.evicted_by_row(), self.state

@@ -98,8 +98,8 @@ class PaddingTracker:
             raise wrong(
                 "attention_mask",
                 f"{hidden_rows} of {len(visible)} rows have padding after their first token, "
-                "because a turn or an answer is shorter than others of the batch",
-                "Give each conversation a cache of its own, or pass attention_mask if the text "
+                "because a turn or an answer is shorter than the others in the batch",
+                "Use a separate cache for each conversation, or pass attention_mask if the text "
                 "itself contains the pad token",
                 UnsupportedModelError,
             )
@@ -148,8 +148,8 @@ def _full_mask(visible: Tensor, total: int) -> Tensor:
     if not bool(visible.all()):
         raise wrong(
             "attention_mask",
-            f"expected a column for each of {total:,} tokens, including those seen before, got "
-            f"{visible.shape[1]:,} columns",
+            f"expected one column for each of the {total:,} tokens, including the earlier ones, "
+            f"but got {visible.shape[1]:,} columns",
             "Pass the mask of the whole conversation",
             UnsupportedModelError,
         )
@@ -323,7 +323,7 @@ class PromptState:
             raise wrong(
                 "cache",
                 f"the forward pass that ends the prompt contains {tokens:,} tokens after it",
-                "Read these tokens in a forward pass of their own",
+                "Pass these tokens to the model in a separate forward pass",
                 CacheMismatchError,
             )
 
@@ -355,7 +355,7 @@ class PromptState:
             return
         seen = self.seen_tokens
         if end is None or seen < end <= seen + new_tokens:
-            remedy = "Fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
+            remedy = "Use snapkv.kvzip.read_context(model, input_ids, policy) to fill the cache"
             raise one_reading_refusal(policy, remedy)
 
     def expect_prompt(self, prompt_tokens: int) -> None:
@@ -376,8 +376,8 @@ class PromptState:
             raise wrong(
                 "cache",
                 f"expected a prompt longer than the {seen} tokens that the cache has already "
-                f"seen, got {prompt_tokens} tokens",
-                "Pass the whole conversation, or call cache.reset() before another one",
+                f"seen, but got {prompt_tokens} tokens",
+                "Pass the whole conversation, or call cache.reset() before you start a new one",
                 CacheMismatchError,
             )
         self.require_one_choice()
@@ -413,9 +413,9 @@ class PromptState:
         if rows:
             raise wrong(
                 "cache",
-                f"a turn cannot be stored after the prompt, because {rows} of {self.rows} rows "
-                "have kept all of it and the others were compressed",
-                "Give each conversation a cache of its own, or pass recall='host'",
+                f"the new turn cannot be stored after the prompt, because {rows} of the "
+                f"{self.rows} rows have kept the whole prompt, and the other rows were compressed",
+                "Use a separate cache for each conversation, or set recall='host'",
                 CacheMismatchError,
             )
 
@@ -440,9 +440,10 @@ class PromptState:
             raise wrong(
                 "policy",
                 f"{self.policy.name} needs the queries of earlier turns to compress the "
-                f"conversation at {prompt_tokens:,} tokens, but these were not kept, since the "
-                "earlier turns fitted the budget",
-                "Read the conversation into a new cache, or use LagKV or KeyDiff",
+                f"conversation at {prompt_tokens:,} tokens, but these queries were not kept, "
+                "because the earlier turns were small enough for the budget",
+                "Read the whole conversation into a new cache, or use a different policy, such as "
+                "LagKV or KeyDiff",
             )
 
     @contextlib.contextmanager
@@ -475,9 +476,9 @@ class PromptState:
         if self.is_announced:
             raise wrong(
                 "model",
-                f"it has read {self.seen_tokens:,} of {self.prompt_end:,} tokens of the prompt "
-                "into the cache it is given",
-                "Use the cache of transformers for this model",
+                f"the model has read only {self.seen_tokens:,} of the {self.prompt_end:,} tokens "
+                "of the prompt into the cache",
+                "Use the default cache of transformers for this model",
                 UnsupportedModelError,
             )
         self.require_chosen()
@@ -517,8 +518,8 @@ class PromptState:
                 "cache",
                 "another thread has begun a forward pass with this cache and not finished it, so "
                 "the tokens of both would be mixed",
-                "Give each thread a CompressedCache of its own, and call cache.reset() before this "
-                "one is used again",
+                "Use a separate CompressedCache for each thread, and call cache.reset() before "
+                "this one is used again",
                 CacheMismatchError,
             )
         missing = f"layer {', '.join(map(str, layers))}" if layers else "some layer"
@@ -548,8 +549,8 @@ class PromptState:
                 got = f"a {token_ids.dtype} tensor of shape {tuple(token_ids.shape)}"
             raise wrong(
                 "token_ids",
-                f"expected a (batch, tokens) tensor of integers, got {got}",
-                "Pass the input_ids of the next forward pass",
+                f"expected a tensor of integers with the shape (batch, tokens), but got {got}",
+                "Pass the same input_ids as in the next forward pass",
                 InvalidTypeError,
             )
         if self.looks_at_tokens:
@@ -571,8 +572,8 @@ class PromptState:
         if ids.shape[1] and self.ids_start > seen:
             raise wrong(
                 "attention_mask",
-                f"expected a column for each of {seen + ids.shape[1]:,} tokens, got {end:,} "
-                "columns",
+                f"expected one column for each of the {seen + ids.shape[1]:,} tokens, but got "
+                f"{end:,} columns",
                 "Pass the mask that belongs to the input_ids",
             )
         if self.read_ids.parts:
@@ -619,9 +620,9 @@ class PromptState:
             return
         raise wrong(
             "token_ids",
-            f"{self.policy.name} needs the ids of the next {tokens} tokens of every row, got "
+            f"{self.policy.name} needs the ids of the next {tokens} tokens of every row, but got "
             f"{announced}",
-            "Call cache.expect_tokens(input_ids) before model(input_ids, ...), or use "
+            "Call cache.expect_tokens(input_ids) before you call model(input_ids, ...), or use "
             "model.generate",
             CacheMismatchError,
         )
@@ -655,9 +656,9 @@ class PromptState:
         if self.looks_at_tokens:
             raise wrong(
                 "policy",
-                f"{self.policy.name} looks at token ids, so the prompt cannot be read layer by "
-                "layer",
-                "Read it with prefill_chunk_size",
+                f"the method {self.policy.name} needs the token ids, so the prompt cannot be read "
+                "layer by layer",
+                "Set prefill_chunk_size to read the prompt in chunks instead",
             )
 
     @contextlib.contextmanager

@@ -80,7 +80,7 @@ class ReadIds:
         """
         found = {name: ids for name, ids in tensors.items() if name.startswith(_NAME)}
         if any(ids.dtype != torch.int32 or ids.shape[:-1] != (rows,) for ids in found.values()):
-            raise ValueError(f"the token ids do not have {rows} rows")
+            raise ValueError(f"expected token ids with {rows} rows")
         parts = ((int(name.removeprefix(_NAME)), ids) for name, ids in found.items())
         return cls(tuple(sorted(parts, key=lambda part: part[0])))
 
@@ -112,7 +112,7 @@ class ReadIds:
                 row = int(differs[:, place].nonzero()[0])
                 raise wrong(
                     "input_ids",
-                    f"the text differs from the {seen:,} tokens that the cache has read, got "
+                    f"the text differs from the {seen:,} tokens that the cache has read, but got "
                     f"{int(given[row, place])} instead of {int(read[row, place])} at token "
                     f"{begin + place:,} of row {row}",
                     "Pass the whole conversation as it was read, or call cache.reset() before "

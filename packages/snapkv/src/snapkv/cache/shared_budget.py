@@ -141,9 +141,9 @@ class SharedBudget:
         if heads[-1] > heads[0]:
             raise wrong(
                 "model",
-                "expected no layer with more heads than the first where layers share a budget, "
-                f"got {heads[0]} heads in the first and {heads[-1]} in a later one",
-                "Use SnapKV or AdaKV",
+                "if layers share a budget, no layer can have more heads than the first layer, "
+                f"but got {heads[0]} heads in the first and {heads[-1]} in a later one",
+                "Use SnapKV or AdaKV instead",
                 UnsupportedModelError,
             )
         unread = len(self._even_counts) - len(heads)

@@ -42,7 +42,7 @@ def page_of(
     if not hasattr(tokenizer, "decode"):
         raise wrong(
             "tokenizer",
-            f"expected the tokenizer of the model, got {tokenizer!r}",
+            f"expected the tokenizer of the model, but got {tokenizer!r}",
             "Pass the tokenizer that made the input_ids",
             InvalidTypeError,
         )
@@ -127,22 +127,23 @@ def _require_showable(state: PromptState) -> None:
     if rows > 1:
         raise wrong(
             "cache",
-            f"expected one row to show, got {rows}",
-            "Pick one from a copy: row = copy.copy(cache); "
+            f"only one row of the batch can be shown, but got {rows} rows",
+            "Select one row in a copy of the cache: row = copy.copy(cache); "
             "row.batch_select_indices(torch.tensor([0]))",
         )
     if not rows or not slots.chosen_at:
         raise wrong(
             "cache",
-            f"it has not read a prompt to its end, but only {state.seen_tokens:,} tokens of it",
-            "Pass it to model.generate first",
+            f"the cache has not read a whole prompt yet, but only {state.seen_tokens:,} tokens of "
+            "it",
+            "Pass the cache to model.generate first",
             CacheMismatchError,
         )
     if slots.removed_spans is not None:
         raise wrong(
             "cache",
-            "spans of its text were dropped, so the text cannot be shown",
-            "Call show before drop",
+            "the text cannot be shown, because some spans of it have been dropped",
+            "Call cache.show() before you call cache.drop()",
             CacheMismatchError,
         )
 
@@ -170,20 +171,20 @@ def _ids_read(state: PromptState, given: Tensor | None) -> Tensor:
         if known.shape[1] < seen:
             raise wrong(
                 "input_ids",
-                f"the cache knows the ids of the first {known.shape[1]:,} of its {seen:,} tokens "
-                "only, because it learns ids from generate alone",
-                "Pass input_ids",
+                f"the cache only knows the ids of the first {known.shape[1]:,} of its {seen:,} "
+                "tokens, because it only receives the ids from model.generate",
+                "Pass the ids of all tokens as input_ids",
             )
         return known[0, :seen]
-    remedy = "Pass the ids that the model has read, or those that generate returned"
+    remedy = "Pass the token ids that the model has read, or the ids that model.generate returned"
     if not isinstance(given, Tensor) or given.is_floating_point() or given.ndim not in (1, 2):
-        problem = f"expected a (1, tokens) tensor of integers, got {type(given).__name__}"
+        problem = f"expected a (1, tokens) tensor of integers, but got {type(given).__name__}"
         raise wrong("input_ids", problem, remedy, InvalidTypeError)
     ids = given.view(1, -1) if given.ndim == 1 else given
     if len(ids) != 1 or ids.shape[1] < seen:
         raise wrong(
             "input_ids",
-            f"expected one row of at least the {seen:,} tokens that the cache has seen, got a "
+            f"expected one row of at least the {seen:,} tokens that the cache has seen, but got a "
             f"tensor of shape {tuple(given.shape)}",
             remedy,
         )

@@ -47,8 +47,9 @@ def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
     if by_row and len(lists) != len(tokens):
         raise wrong(
             "spans",
-            f"expected one list, or one for each of {len(tokens)} rows, got {len(lists)} lists",
-            "Pass for instance [[(0, 20)], []] for two rows",
+            f"expected one list of spans, or one list for each of the {len(tokens)} rows, but got "
+            f"{len(lists)} lists",
+            "For example, pass [[(0, 20)], []] for two rows",
         )
     if by_row:
         rows = [Spans.of("spans", own) for own in lists]
@@ -58,9 +59,9 @@ def spans_of_rows(given: Any, tokens: Sequence[int]) -> list[Spans]:
         if own.parts and own.parts[-1][1] > seen:
             raise wrong(
                 "spans",
-                f"expected spans within the {seen:,} tokens that row {row} has seen, got "
+                f"expected spans within the {seen:,} tokens that row {row} has read, but got "
                 f"{own.parts[-1]}",
-                "Count from the first token of the row, without padding",
+                "Count the positions from the first token of the row that is not padding",
             )
     return rows
 
@@ -81,9 +82,9 @@ def require_between_turns(prompt_state: PromptState) -> None:
     if begun or prompt_state.prompt_end is None or not slots.chosen_at:
         raise wrong(
             "spans",
-            "spans cannot be dropped before the prompt was read to its end, got "
-            f"{prompt_state.seen_tokens:,} tokens of it",
-            "Drop the spans after the prompt, or leave them out of the prompt",
+            "spans cannot be dropped before the whole prompt has been read, but the cache has "
+            f"only read {prompt_state.seen_tokens:,} tokens of it",
+            "Drop the spans after the prompt has been read, or remove them from the prompt",
         )
 
 
@@ -105,9 +106,9 @@ def require_droppable(layers: Sequence[CompressedLayer], rows: Sequence[Spans]) 
         if gone.tokens >= seen:
             raise wrong(
                 "spans",
-                f"expected at least one token of row {row} to remain, got spans that drop all "
-                f"{seen:,} tokens",
-                "Call cache.reset() instead",
+                f"expected at least one token of row {row} to remain, but the spans would drop "
+                f"all {seen:,} tokens",
+                "Call cache.reset() to remove all tokens",
             )
     _require_alike_in_window(first, rows)
 
@@ -128,9 +129,9 @@ def require_turns_can_follow(layers: Sequence[CompressedLayer], rows: Sequence[S
         if bool((counts != counts[:, :1]).any()):
             raise wrong(
                 "turns",
-                f"with turns='compress', the spans cannot be dropped, because the heads of layer "
+                "the spans cannot be dropped with turns='compress', because the heads of layer "
                 f"{layer.identity.layer_idx} would then store different numbers of tokens",
-                "Pass recall='host'",
+                "Make the cache with recall='host'",
             )
 
 
@@ -252,7 +253,7 @@ def _require_unprotected(protect: Spans | None, rows: Sequence[Spans]) -> None:
             raise wrong(
                 "spans",
                 f"the tokens of {both[0]} are protected and cannot be dropped",
-                "Drop other tokens, or make the cache without protecting these",
+                "Drop other tokens, or make a new cache in which these tokens are not protected",
             )
 
 
@@ -275,7 +276,7 @@ def _require_alike_in_window(layer: CompressedLayer, rows: Sequence[Spans]) -> N
             "spans",
             f"the rows would drop different numbers of their last {count} tokens, which vote with "
             f"the next turn ({', '.join(map(str, sorted(lost)))})",
-            "Give each conversation a cache of its own",
+            "Use a separate cache for each conversation",
         )
 
 

@@ -29,15 +29,15 @@ def count_to_remove(tokens_to_remove: SupportsIndex) -> int:
     except TypeError as error:
         raise wrong(
             "tokens_to_remove",
-            f"expected an integer, got {tokens_to_remove!r}",
-            "Pass -n to remove the last n tokens",
+            f"expected an integer, but got {tokens_to_remove!r}",
+            "For example, pass -2 to remove the last two tokens",
             InvalidTypeError,
         ) from error
     if tokens_to_remove > 0:
         raise wrong(
             "tokens_to_remove",
-            f"expected zero or a negative number of tokens to remove, got {tokens_to_remove}",
-            "Pass -n to remove the last n tokens",
+            f"expected zero or a negative number of tokens to remove, but got {tokens_to_remove}",
+            "For example, pass -2 to remove the last two tokens",
         )
     return -tokens_to_remove
 
@@ -92,7 +92,7 @@ def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
             "tokens_to_remove",
             f"cannot remove the last {tokens:,} tokens, because the rows have already dropped "
             f"different numbers of them ({', '.join(map(str, dropped))})",
-            "Remove fewer tokens, or use one cache per conversation",
+            "Remove fewer tokens, or use a separate cache for each conversation",
         )
     columns = tokens - dropped[0]
     if not columns:
@@ -116,7 +116,7 @@ def must_restore_before(layer: Any, tokens: int, layer_idx: int) -> bool:
         raise wrong(
             "tokens_to_remove",
             f"expected at most {whole}, because only these tokens at the end of layer {layer_idx} "
-            f"are still stored by every head, got {columns}",
+            f"are still stored by every head, but got {columns}",
             "Reset the cache and read the shorter prompt again",
         )
     return False

@@ -57,7 +57,7 @@ def register_attention(name: str) -> str:
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise wrong(
             "attn_implementation",
-            f"transformers has no mask function for {name!r}",
+            f"the installed version of transformers has no mask function for {name!r}",
             "Load the model with attn_implementation='sdpa' or 'eager'",
             UnsupportedModelError,
         )
@@ -129,9 +129,9 @@ def _require_causal(watch: PaddingTracker, mask: Any, new_tokens: int) -> None:
     if is_compressed and sees_ahead(mask, new_tokens):
         raise wrong(
             "attention_mask",
-            "expected a causal mask after a compressed prompt, got tokens that see each other in "
-            "both directions, as the tokens of an image do",
-            "Pass recall='host', or read all images with the first prompt",
+            "expected a causal mask after a compressed prompt, but got tokens that see each other "
+            "in both directions, as the tokens of an image do",
+            "Make the cache with recall='host', or pass all images with the first prompt",
             UnsupportedModelError,
         )
 
@@ -446,18 +446,19 @@ def _prompt_layer(
     if options.get("position_bias") is not None:
         raise wrong(
             "model",
-            f"{type(call.module).__name__} adds a position bias to its scores, which the votes do "
-            "not contain",
-            "Use transformers' own cache for it",
+            f"{type(call.module).__name__} adds a position bias to its attention scores, which is "
+            "not included in the votes of the observation window",
+            "Use the default cache of transformers for this model",
             UnsupportedModelError,
         )
     causal = options.get("is_causal", getattr(call.module, "is_causal", True))
     if call.mask is None and causal is False:
         raise wrong(
             "model",
-            f"expected causal attention, got {type(call.module).__name__}, whose tokens see each "
-            "other in both directions",
-            "Use a causal decoder, since only its prompt is in a key-value cache",
+            f"expected causal attention, but got {type(call.module).__name__}, whose tokens see "
+            "each other in both directions",
+            "Use a decoder-only model with causal attention, because only such a model stores its "
+            "prompt in a key-value cache",
             UnsupportedModelError,
         )
     return PromptLayer(
@@ -526,8 +527,8 @@ def _require_cache_was_used(call: AttentionCall) -> None:
     if isinstance(getattr(call.options.get("cache"), "prompt_state", None), PromptState):
         raise wrong(
             "cache",
-            "models ignore this argument before transformers 5.24, got a CompressedCache",
-            "Pass the cache as past_key_values=cache instead",
+            "this version of transformers ignores this argument, but a CompressedCache was passed",
+            "Use the argument past_key_values=cache instead, or install transformers 5.24 or newer",
             CacheMismatchError,
         )
 
@@ -542,17 +543,19 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None
     if call.module not in context.forward_pass.modules:
         return wrong(
             "cache",
-            f"expected the model for which the cache was made, got another {name}",
+            f"expected the model for which the cache was made, but got a different {name}",
             "Make a new CompressedCache for this model",
             CacheMismatchError,
         )
     if (keys := call.key.shape[2]) != (stored := context.keys.shape[2]):
         return wrong(
             "model",
-            f"expected attention to the {stored:,} keys that the cache has returned, got {keys:,} "
-            f"in layer {layer.identity.layer_idx}, where {name} of {type(call.module).__module__} "
-            "adds keys of its own, such as a learned null key, or leaves some out",
-            "Use transformers' own cache for this model, because the votes would be wrong",
+            f"expected attention to the {stored:,} keys that the cache has returned, but got "
+            f"{keys:,} in layer {layer.identity.layer_idx}, where {name} of "
+            f"{type(call.module).__module__} adds keys of its own, such as a learned null key, or "
+            "leaves some out",
+            "Use the default cache of transformers for this model, because the votes would be "
+            "wrong",
             UnsupportedModelError,
         )
     is_stored = call.key is context.keys and call.value is context.values
@@ -561,7 +564,7 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None
             "model",
             f"{name} rearranges the keys and values that the cache returns, which would mix up "
             "heads that keep different tokens",
-            "Use transformers' own cache for it",
+            "Use the default cache of transformers for this model",
             UnsupportedModelError,
         )
     is_ragged = layer.store.ragged is not None
@@ -575,9 +578,9 @@ def _refusal(call: AttentionCall, context: ForwardContext) -> SnapKVError | None
     if is_own and layer.slots.is_compressed:
         return wrong(
             "attention_mask",
-            "expected a 2-D mask after a compressed prompt, because each head keeps tokens of its "
-            "own, got a 4-D mask",
-            "Drop tokens with cache.drop(spans), and read each branch into a copy of the cache",
+            "expected a 2-D mask after a compressed prompt, because each head keeps different "
+            "tokens, but got a 4-D mask",
+            "Use cache.drop(spans) to hide tokens, and read each branch into a copy of the cache",
             UnsupportedModelError,
         )
     return None
@@ -591,9 +594,10 @@ def _refusal_of_images(name: str, context: ForwardContext) -> SnapKVError | None
         return None
     return wrong(
         "policy",
-        f"{layer.policy.name} needs positions that count tokens, but the positions of {name} do "
-        "not count tokens after an image",
-        "Use SnapKV, or set the model's `rope_deltas` to None if it has read no image",
+        f"the method {layer.policy.name} needs positions that count tokens, but the positions of "
+        f"{name} do not count tokens after an image",
+        "Use SnapKV instead, or set the `rope_deltas` of the model to None if it has not read an "
+        "image",
         UnsupportedModelError,
     )
 
@@ -602,9 +606,9 @@ def _without_weights() -> SnapKVError:
     """Return the error of a call for attention weights that the storage cannot give."""
     return wrong(
         "output_attentions",
-        "there are no attention weights for heads of different lengths or for quantized tokens, "
-        "got True",
-        "Leave it out, or use SnapKV without quantize",
+        "attention weights cannot be returned if heads keep different numbers of tokens or if "
+        "tokens are quantized, but output_attentions is True",
+        "Remove this argument, or use SnapKV without quantize",
         UnsupportedModelError,
     )
 

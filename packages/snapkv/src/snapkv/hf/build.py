@@ -161,9 +161,9 @@ def _require_together(model: PreTrainedModel, readers: dict[int, list[int]]) -> 
         if len(places) > 1:
             raise wrong(
                 "model",
-                f"layer {index} of {type(model).__name__} and the layers that reuse its keys must "
-                f"be on one device, got {', '.join(sorted(places))}",
-                f"Put layers {index} to {max(others)} on one device with device_map",
+                f"layer {index} of {type(model).__name__} and the layers that use the same keys "
+                f"must be on the same device, but they are on {', '.join(sorted(places))}",
+                f"Use device_map to put the layers {index} to {max(others)} on the same device",
                 UnsupportedModelError,
             )
 
@@ -179,23 +179,24 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise wrong(
             "model",
-            f"expected a decoder-only model, got the encoder-decoder {name}, whose prompt is read "
-            "by the encoder and is not in a key-value cache",
-            "Use a decoder-only model",
+            f"expected a decoder-only model, but got the encoder-decoder {name}, whose prompt is "
+            "read by the encoder and is not in a key-value cache",
+            "Use a decoder-only model instead",
             UnsupportedModelError,
         )
     if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
         raise wrong(
             "model",
-            f"{name} does not work with transformers' DynamicCache",
-            "Use the cache class of this model",
+            f"the model {name} does not support the DynamicCache of transformers",
+            "Use the cache class that belongs to this model",
             UnsupportedModelError,
         )
     if getattr(config, "num_kv_shared_layers", None) and not _readers(config):
         raise wrong(
             "model",
-            f"{config.num_kv_shared_layers} layers of {name} have no keys and values of their own",
-            "Use transformers' own cache",
+            f"{config.num_kv_shared_layers} layers of the model {name} do not store their own "
+            "keys and values",
+            "Use the default cache of transformers for this model",
             UnsupportedModelError,
         )
 
@@ -210,17 +211,17 @@ def _require_kinds(name: str, layers: Sequence[Any]) -> None:
     if unknown := sorted(set(others) - _KEPT_AS_THEY_ARE - _COMPRESSED):
         raise wrong(
             "model",
-            f"expected layers of full, sliding or linear attention, got {name} with "
+            f"expected layers of full, sliding or linear attention, but got {name} with "
             f"{', '.join(unknown)}",
-            "Use transformers' own cache for it",
+            "Use the default cache of transformers for this model",
             UnsupportedModelError,
         )
     if not any(map(grows, layers)):
         raise wrong(
             "model",
-            f"expected at least one layer of full attention, got {name} with "
+            f"expected at least one layer of full attention, but got {name} with "
             f"{', '.join(others) or 'no cache layers'} only, so its cache does not grow with the "
             "prompt",
-            "Use transformers' own cache for it",
+            "Use the default cache of transformers for this model",
             UnsupportedModelError,
         )

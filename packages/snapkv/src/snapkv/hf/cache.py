@@ -121,8 +121,8 @@ class CompressedCache(Cache):
             got = f"the class {policy.__name__}" if is_class else f"a {type(policy).__name__}"
             raise wrong(
                 "policy",
-                f"expected a policy such as SnapKV(budget=1024), got {got}",
-                "See snapkv.policies.POLICIES for all policies",
+                f"expected a policy such as SnapKV(budget=1024), but got {got}",
+                "See snapkv.policies.POLICIES for a list of all policies",
                 InvalidTypeError,
             )
         policy = with_known(model, policy)
@@ -195,8 +195,8 @@ class CompressedCache(Cache):
         if layer_idx >= len(self.layers):
             raise wrong(
                 "model",
-                f"its configuration says that it has {len(self.layers)} layers, got keys of layer "
-                f"{layer_idx}",
+                f"the configuration of the model says that it has {len(self.layers)} layers, but "
+                f"got keys of layer {layer_idx}",
                 "Set config.num_hidden_layers to the number of layers, and make the cache again",
                 UnsupportedModelError,
             )
@@ -279,14 +279,15 @@ class CompressedCache(Cache):
             raise wrong(
                 "tokens",
                 f"expected at most {behind:,}, the number of tokens read after the prompt since "
-                f"activate_past_recording(), got {tokens:,}",
+                f"activate_past_recording(), but got {tokens:,}",
                 "Call activate_past_recording() before the forward pass that reads these tokens",
             )
         if (given := places.tolist()) != sorted({*given} & {*range(tokens)}):
             raise wrong(
                 "places",
-                f"expected different ascending indices from 0 to {tokens - 1}, got {given}",
-                "Pass for instance torch.tensor([0, 2])",
+                f"expected indices between 0 and {tokens - 1} in ascending order and without "
+                f"repetitions, but got {given}",
+                "For example, pass torch.tensor([0, 2])",
             )
         if not torch.equal(places, torch.arange(len(places))):
             for layer in self.layers:
@@ -304,14 +305,17 @@ class CompressedCache(Cache):
             CacheMismatchError: the cache was filled with another number of rows.
         """
         if (read := self.prompt_state.rows) not in (0, rows):
-            remedy = "Call cache.reset() or make a new CompressedCache"
+            remedy = "Call cache.reset(), or make a new CompressedCache"
             if rows % read == 0:
                 more = f"cache.batch_repeat_interleave({rows // read})"
-                remedy = f"For several beams or answers per row, call {more} first, or start again "
-                remedy += "with cache.reset()"
+                remedy = (
+                    f"To generate several beams or answers for each row, call {more} first, or "
+                    "start again with cache.reset()"
+                )
             raise wrong(
                 "cache",
-                f"expected a batch of {read}, the size the cache was filled with, got {rows}",
+                f"expected a batch of {read}, because the cache was filled with this batch size, "
+                f"but got {rows}",
                 remedy,
                 CacheMismatchError,
             )
@@ -429,8 +433,9 @@ class CompressedCache(Cache):
             got = beam_idx.tolist() if isinstance(beam_idx, Tensor) else repr(beam_idx)
             raise wrong(
                 "rows",
-                f"expected some of the {self.prompt_state.rows} rows of the batch, got {got}",
-                "Pass a 1-D tensor of integers, in which 0 stands for the first row",
+                f"expected the indices of some of the {self.prompt_state.rows} rows of the batch, "
+                f"but got {got}",
+                "Pass a 1-D tensor of integers, where 0 is the first row",
             )
         self.release_append_buffers()
         for layer in self.layers:
@@ -479,9 +484,10 @@ class CompressedCache(Cache):
         """
         raise wrong(
             "offloading",
-            "transformers' offload and prefetch do not work with a CompressedCache, because its "
-            "layers hold more than keys and values",
-            "To hold evicted tokens in the memory of the host, make the cache with recall='host'",
+            "the methods offload and prefetch of transformers do not work with a CompressedCache, "
+            "because its layers hold more than keys and values",
+            "To keep the evicted tokens in the memory of the host, make the cache with "
+            "recall='host'",
         )
 
     prefetch = offload
@@ -500,9 +506,9 @@ class CompressedCache(Cache):
         if self.get_seq_length() and self.prompt_state.is_coming:
             raise wrong(
                 "cache",
-                "to verify drafts (assistant model, prompt lookup), transformers needs an empty "
-                "cache, because it reads the text from its start, got one that has seen "
-                f"{self.get_seq_length():,} tokens",
+                "transformers needs an empty cache to verify drafts (of an assistant model or of "
+                "prompt lookup), because it reads the text from the beginning, but this cache "
+                f"has already seen {self.get_seq_length():,} tokens",
                 "Generate without drafts",
             )
         super().activate_past_recording()
@@ -720,9 +726,9 @@ class CompressedCache(Cache):
                 return layer.stored_positions()
         raise wrong(
             "layer_idx",
-            f"expected one of the compressed layers {self.compressed_layers}, got {layer_idx}",
-            "Look up the layers in cache.compressed_layers; layers with a sliding window or no "
-            "attention are not compressed",
+            f"expected one of the compressed layers {self.compressed_layers}, but got {layer_idx}",
+            "See cache.compressed_layers for a list of these layers. Layers with a sliding window "
+            "or without attention are not compressed",
         )
 
     def report(self) -> CacheReport:
@@ -855,8 +861,8 @@ class CompressedCache(Cache):
         raise wrong(
             "cache",
             f"a {type(self).__name__} cannot be pickled",
-            "To keep it or to pass it to another process, call cache.save(path), and read the file "
-            "with CompressedCache.load(path, model)",
+            "To keep the cache or to pass it to another process, call cache.save(path), and load "
+            "the file with CompressedCache.load(path, model)",
             InvalidTypeError,
         )
 
@@ -919,7 +925,8 @@ def _refuse_compiled() -> NoReturn:
         "model",
         "a model that torch.compile has compiled cannot use a CompressedCache, because compiled "
         "code does not follow which tokens it keeps",
-        "Pass the model itself, for which generate captures decode steps on a GPU",
+        "Use the original model instead. On a GPU, model.generate captures its decode steps in a "
+        "CUDA graph",
         UnsupportedModelError,
     )
 

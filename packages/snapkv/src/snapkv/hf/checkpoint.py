@@ -41,7 +41,7 @@ def load_complete(
         found_faults = " and ".join(f"{word} {_some(names)}" for word, names in faults if names)
         raise wrong(
             "model",
-            f"expected every weight of its {listing} in {str(source)!r}, got a checkpoint "
+            f"expected every weight of its {listing} in {str(source)!r}, but got a checkpoint "
             f"{found_faults}",
             remedy,
         )

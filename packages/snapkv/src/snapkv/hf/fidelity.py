@@ -73,9 +73,10 @@ class Doubt:
                 raise wrong(
                     "model",
                     "expected attention whose scores depend only on scaling, soft-cap and sinks, "
-                    f"got {self.attention}, whose output differs by {difference:.1%} in layer "
+                    f"but got {self.attention}, whose output differs by {difference:.1%} in layer "
                     f"{layer_idx}",
-                    "Use transformers' own cache for this model, because the votes would be wrong",
+                    "Use the default cache of transformers for this model, because the votes "
+                    "would be wrong",
                     UnsupportedModelError,
                 )
 

@@ -54,8 +54,9 @@ def _generate(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if prompt_state.looks_at_tokens and kwargs.get("inputs_embeds") is not None:
         raise wrong(
             "inputs_embeds",
-            f"the method {prompt_state.policy.name} needs token ids, got only embeddings",
-            "Pass input_ids instead of embeddings",
+            f"the method {prompt_state.policy.name} needs the ids of the tokens, but got only "
+            "embeddings",
+            "Pass input_ids instead of inputs_embeds",
         )
     end = _prompt_tokens(args, kwargs)
     if (ids := _prompt_ids(args, kwargs)) is not None:
@@ -112,11 +113,11 @@ def _with_omitted_cache(
     """
     if cache.get_seq_length() or cache_among(inputs) is not None:
         limit = getattr(model.config, "original_max_position_embeddings", None)
-        remedy = "Use transformers' own cache for this model"
+        remedy = "Use the default cache of transformers for this model"
         if limit is not None:
             remedy = (
-                f"Keep prompt and answer within original_max_position_embeddings={limit:,} tokens, "
-                "or read the longer text into an empty cache at once"
+                f"Use a prompt and an answer of at most original_max_position_embeddings={limit:,} "
+                "tokens, or read the longer text into an empty cache in one forward pass"
             )
         raise wrong(
             "model",
@@ -230,9 +231,9 @@ class _PromptFirst:
         if kwargs.get("output_attentions"):
             raise wrong(
                 "output_attentions",
-                "attention weights of drafts cannot be returned, because they cover only the "
-                "tokens that were kept, got True",
-                "Leave it out, or generate without drafts",
+                "the attention weights of drafts cannot be returned, because they only include "
+                "the tokens that were kept, but output_attentions is True",
+                "Remove this argument, or generate without drafts",
                 UnsupportedModelError,
             )
         first = self._forward(**_part(kwargs, 0, tokens - behind, tokens))
@@ -325,8 +326,8 @@ def _generate_batch(own: Callable[..., Any], model: Any, *args: Any, **kwargs: A
     if _prompt_state_of(kwargs) is not None:
         raise wrong(
             "cache",
-            "generate_batch always uses its own paged cache, got a CompressedCache",
-            "Call generate instead, or serve many requests with `snapkv serve`",
+            "generate_batch always uses its own paged cache and cannot use a CompressedCache",
+            "Use model.generate instead, or use the command `snapkv serve` to answer many requests",
         )
     return own(model, *args, **kwargs)
 
@@ -430,9 +431,9 @@ def _prompt_state_of(kwargs: dict[str, Any]) -> PromptState | None:
     if isinstance(getattr(inside, "prompt_state", None), PromptState):
         raise wrong(
             "cache",
-            f"a decoder-only model has no cross attention, got a {type(cache).__name__} around a "
-            "CompressedCache",
-            "Pass the CompressedCache itself",
+            f"a decoder-only model has no cross attention, but got a {type(cache).__name__} that "
+            "contains a CompressedCache",
+            "Pass the CompressedCache directly",
         )
     prompt_state = getattr(cache, "prompt_state", None)
     return prompt_state if isinstance(prompt_state, PromptState) else None
@@ -482,9 +483,9 @@ def _require_plain_prompt(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if _option(model, args, kwargs, "token_healing"):
         raise wrong(
             "token_healing",
-            "expected False with a CompressedCache, because healing changes the length of the "
-            "prompt, got True",
-            "Heal the tokens before calling generate",
+            "this option cannot be used with a CompressedCache, because it changes the length of "
+            "the prompt",
+            "Remove this option, or heal the tokens of the prompt before you call model.generate",
         )
 
 
@@ -499,9 +500,9 @@ def _require_no_other_cache(kwargs: dict[str, Any]) -> None:
     if name is not None:
         raise wrong(
             "cache_implementation",
-            f"expected no other cache together with a CompressedCache, got {name!r}",
-            "Leave it out; to hold evicted tokens in the memory of the host, make the cache with "
-            "recall='host'",
+            f"a CompressedCache cannot be used together with another cache, but got {name!r}",
+            "Remove this argument. To keep the evicted tokens in the memory of the host, make the "
+            "cache with recall='host'",
         )
 
 
@@ -520,9 +521,9 @@ def _require_no_learned_tokens(model: PreTrainedModel) -> None:
         if getattr(config, "is_prompt_learning", False):
             raise wrong(
                 "model",
-                "a CompressedCache works only with adapters that add no tokens to the prompt, such "
-                f"as LoRA, got {type(config).__name__}",
-                "Generate without past_key_values",
+                "a CompressedCache only works with adapters that do not add tokens to the "
+                f"prompt, such as LoRA, but got {type(config).__name__}",
+                "Remove past_key_values, or use the model without this adapter",
                 UnsupportedModelError,
             )
 
@@ -538,7 +539,7 @@ def _require_use_cache(use_cache: bool | None) -> None:
     if not use_cache:
         raise wrong(
             "use_cache",
-            "expected True with a CompressedCache, because otherwise every step would read all "
-            f"tokens into it again, got {use_cache}",
-            "Pass use_cache=True, or no past_key_values",
+            "the value must be True with a CompressedCache, because otherwise every step would "
+            f"read all tokens into the cache again, but got {use_cache}",
+            "Set use_cache=True, or remove past_key_values",
         )

@@ -44,8 +44,8 @@ def require_model(model: Any) -> None:
     if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
         raise wrong(
             "model",
-            f"expected a transformers PreTrainedModel, got {type(model).__name__}",
-            "Load one with AutoModelForCausalLM.from_pretrained",
+            f"expected a PreTrainedModel of transformers, but got {type(model).__name__}",
+            "Use AutoModelForCausalLM.from_pretrained to load a model",
             InvalidTypeError,
         )
 
@@ -112,8 +112,8 @@ def require_identity(own: Mapping[str, Any], saved: Any) -> None:
             expected, got = f" ({part} {other})", f"{part} {value}"
         raise wrong(
             "model",
-            f"expected the model that filled the cache{expected}, got {got}",
-            "Load the model with which the cache was saved",
+            f"expected the model that filled the cache{expected}, but got {got}",
+            "Use the model with which the cache was saved",
             CacheMismatchError,
         )
 

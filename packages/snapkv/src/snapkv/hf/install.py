@@ -93,7 +93,7 @@ class Installation:
                         "model",
                         f"the attention of {type(model).__name__} does not go through "
                         "transformers' AttentionInterface",
-                        "Use transformers' own cache for it",
+                        "Use the default cache of transformers for this model",
                         UnsupportedModelError,
                     )
                 _require_renamable(config, plain_name(name) or "eager")
@@ -194,8 +194,8 @@ def _require_renamable(config: PreTrainedConfig, name: str) -> None:
         if name.startswith(plain) and getattr(config, setting, None):
             raise wrong(
                 "attn_implementation",
-                f"the code of {config.model_type} with {setting} looks for the name {name!r}, "
-                "which a wrapper would change",
+                f"the code of {config.model_type} with {setting} depends on the name {name!r}, "
+                "which would be changed by a wrapper",
                 "Load the model with attn_implementation='sdpa'",
                 UnsupportedModelError,
             )
@@ -263,7 +263,7 @@ class Use:
             raise wrong(
                 "cache",
                 "the model that the cache was made for has been deleted",
-                "Keep the model as long as its cache",
+                "Keep a reference to the model as long as you use the cache",
                 CacheMismatchError,
             )
         return model

@@ -55,16 +55,17 @@ def _with_gate(model: PreTrainedModel, policy: KVzap) -> KVzap:
     if gate is None:
         raise wrong(
             "model",
-            "no gate has been fitted to this model, and the policy was given none",
-            f"Fit one with `snapkv study fit-gate --model {named}`, or pass the file of a gate",
+            "no gate is known for this model, and the policy does not have a gate",
+            f"Run `snapkv study fit-gate --model {named}` to train a gate, or pass the file of a "
+            "gate to the policy",
             UnsupportedModelError,
         )
     assert isinstance(gate, Gate), "the policy reads the file of a gate when it is made"
     if gate.model not in ("", digest_of(model)):
         raise wrong(
             "gate",
-            "expected a gate that was fitted to this model, got the gate of another model",
-            f"Fit a new one with `snapkv study fit-gate --model {named}`",
+            "expected a gate that was trained for this model, but got the gate of another model",
+            f"Run `snapkv study fit-gate --model {named}` to train a new gate",
         )
     return replace(policy, gate=gate)
 

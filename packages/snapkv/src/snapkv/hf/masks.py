@@ -79,8 +79,9 @@ def leading_pads(
     if last.shape[-1] != prompt_tokens:
         raise wrong(
             "attention_mask",
-            f"expected one column for each of {prompt_tokens:,} tokens, got {last.shape[-1]:,}",
-            "Pass a mask that fits the input_ids",
+            f"expected one column for each of the {prompt_tokens:,} tokens, but got "
+            f"{last.shape[-1]:,} columns",
+            "Pass a mask that has the same length as the input_ids",
             UnsupportedModelError,
         )
     pads = prompt_tokens - last.sum(dim=-1)
@@ -96,8 +97,8 @@ def leading_pads(
     if is_elsewhere:
         raise wrong(
             "attention_mask",
-            "expected padding on the left only, got masked positions at the end or in the middle "
-            "of the prompt",
+            "expected padding on the left only, but got masked positions at the end or in the "
+            "middle of the prompt",
             "Tokenize with padding_side='left', or pass attention_mask if the text itself contains "
             "the pad token",
             UnsupportedModelError,
@@ -105,14 +106,14 @@ def leading_pads(
     if has_empty_row:
         raise wrong(
             "attention_mask",
-            "expected at least one token in every row, got rows of padding alone",
+            "expected at least one token in every row, but got rows of padding alone",
             "Leave these rows out of the batch",
         )
     if is_not_causal:
         raise wrong(
             "attention_mask",
-            "expected a causal mask over the observation window, got packed sequences or tokens "
-            "that see each other in both directions",
+            "expected a causal mask over the observation window, but got packed sequences or "
+            "tokens that see each other in both directions",
             "Read each sequence as a row of its own, with causal attention",
             UnsupportedModelError,
         )

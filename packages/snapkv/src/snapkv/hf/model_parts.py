@@ -31,7 +31,7 @@ _PROJECTIONS = ("o_proj", "dense", "c_proj", "out_proj")
 _FURTHER = 7
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.05
-_NO_ROTATION = "Use StreamingLLM(positions='original') or another policy"
+_NO_ROTATION = "Use StreamingLLM(positions='original') or a different policy"
 
 _known: weakref.WeakKeyDictionary[Any, dict[int, "Rotation"]] = weakref.WeakKeyDictionary()
 
@@ -203,7 +203,8 @@ def _find_rotations(
     if shares_latent(model):
         raise wrong(
             "model",
-            f"{name} has latent attention, which stores a latent instead of rotated keys",
+            f"the model {name} uses latent attention, which stores a latent vector instead of "
+            "rotated keys",
             remedy,
             UnsupportedModelError,
         )
@@ -251,7 +252,7 @@ def _rotation_between(
             return rotation
     raise wrong(
         "model",
-        f"the keys of {type(model).__name__} in layer {index} change with the position in another "
+        f"the keys of {type(model).__name__} in layer {index} depend on the position in another "
         "way than by its rotary embedding",
         remedy,
         UnsupportedModelError,
@@ -376,9 +377,9 @@ def output_projections(model: PreTrainedModel, layers: Sequence[int]) -> dict[in
             raise wrong(
                 "model",
                 "expected attention with an output projection called "
-                f"{', '.join(_PROJECTIONS[:-1])} or {_PROJECTIONS[-1]}, got {type(model).__name__} "
-                f"with {', '.join(type(part).__name__ for part in parts) or 'none'} in layer "
-                f"{index}",
+                f"{', '.join(_PROJECTIONS[:-1])} or {_PROJECTIONS[-1]}, but got "
+                f"{type(model).__name__} with "
+                f"{', '.join(type(part).__name__ for part in parts) or 'none'} in layer {index}",
                 "Use a method that does not weight values by the output projection",
                 UnsupportedModelError,
             )

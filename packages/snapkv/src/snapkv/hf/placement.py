@@ -61,9 +61,9 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
             return held.detach()
     raise wrong(
         "model",
-        f"the weight {type(module).__name__}.{name} is on the meta device, and accelerate has not "
-        "offloaded it",
-        "Load the model with from_pretrained",
+        f"the weight {type(module).__name__}.{name} is on the meta device and was not offloaded "
+        "by accelerate",
+        "Use from_pretrained to load the model",
         UnsupportedModelError,
     )
 

@@ -42,9 +42,10 @@ def require_plain_positions(model: PreTrainedModel) -> None:
     if has_read_image(model.modules()):
         raise wrong(
             "model",
-            f"positions of {type(model).__name__} do not count tokens after an image, and a saved "
-            "cache would miss its `rope_deltas`",
-            "Keep the cache in memory, or set them to None if it has read no image",
+            f"the positions of {type(model).__name__} do not count tokens after an image, and a "
+            "saved cache would not contain the `rope_deltas` of the model",
+            "Keep the cache in memory, or set `rope_deltas` to None if the model has not read an "
+            "image",
             UnsupportedModelError,
         )
 
@@ -80,7 +81,7 @@ def write(
         if not isinstance(each, Tensor):
             raise wrong(
                 "beside",
-                f"expected tensors, got a value of type {type(each).__name__} for {name!r}",
+                f"expected tensors, but got a value of type {type(each).__name__} for {name!r}",
                 "Convert the value to a tensor with torch.tensor",
                 InvalidTypeError,
             )
@@ -186,9 +187,9 @@ def fitting_together(path: Path) -> Iterator[None]:
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise wrong(
             "path",
-            f"expected a cache that cache.save has written, got {str(path)!r}, whose parts do not "
-            f"fit together ({error!r})",
-            "Save the cache again",
+            f"expected a file that was written by cache.save, but the parts of {str(path)!r} do "
+            f"not fit together ({error!r})",
+            "Save the cache again, or use a different file",
             CacheFileError,
         ) from error
 
@@ -213,9 +214,9 @@ def _rebuilt(
     if options["turns"] != "recall" and recall is not None:
         raise wrong(
             "recall",
-            "the cache was saved without recall, so its evicted tokens are lost, got "
-            f"{str(recall)!r}",
-            "Load the cache without the argument recall",
+            "the cache was saved without recall, so the evicted tokens are not available, but "
+            f"got {str(recall)!r}",
+            "Remove the argument recall",
             CacheMismatchError,
         )
     options |= {"recall": recall, "recall_bytes": recall_bytes}
@@ -251,8 +252,9 @@ def policy_of(description: dict[str, Any], given: Policy | None = None) -> Polic
     if description not in known:
         raise wrong(
             "policy",
-            f"expected the policy of the saved cache, {description}, got {given.describe()}",
-            "Leave out policy, and the saved one is used",
+            f"expected the same policy as in the saved cache, {description}, but got "
+            f"{given.describe()}",
+            "Remove the argument policy to use the saved policy",
             CacheMismatchError,
         )
     return given
@@ -278,8 +280,9 @@ def _named_policy(saved: dict[str, Any]) -> Policy:
     if isinstance(parameters.get("gate"), str):  # loading a file must not open another file
         raise wrong(
             "policy",
-            f"a saved cache with the method {name} must contain its gate, got the name of a file",
-            "Save the cache again",
+            f"a saved cache with the method {name} must contain its gate, but it contains the "
+            "name of a file",
+            "Save the cache again, or use a different file",
             CacheMismatchError,
         )
     inner = {

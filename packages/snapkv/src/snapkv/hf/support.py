@@ -187,89 +187,92 @@ RULES = (
     Rule(
         meets=lambda s: s.recall is not None and not s.recalls,
         argument="turns",
-        problem="expected 'recall' together with the argument recall, got {s.turns!r}",
-        remedy="Leave out either turns or recall",
+        problem="this argument must be 'recall' if the argument recall is used, but got "
+        "{s.turns!r}",
+        remedy="Remove one of the two arguments, turns or recall",
     ),
     Rule(
         meets=lambda s: s.recall_bytes is not None and not s.recalls,
         argument="recall_bytes",
-        problem="expected recall='host' or a folder together with this option, got only "
-        "{s.recall_bytes}",
-        remedy="Pass recall as well, or leave out recall_bytes",
+        problem="this argument can only be used together with recall='host' or a folder, but got "
+        "only {s.recall_bytes}",
+        remedy="Set recall as well, or remove recall_bytes",
     ),
     Rule(
         meets=lambda s: "tokenizer" in s.policy.needs,
         argument="policy",
-        problem="{s.policy!r} needs to know which tokens are special tokens and punctuation",
-        remedy="Pass policy.with_tokenizer(tokenizer)",
+        problem="the policy {s.policy!r} needs to know which tokens are special tokens and "
+        "punctuation",
+        remedy="Use policy.with_tokenizer(tokenizer) as the policy",
     ),
     Rule(
         meets=lambda s: s.quantize is not None and s.evicts,
         argument="quantize",
-        problem="expected a policy that only compresses prompts, got {s.policy.name}",
-        remedy="Leave out quantize, or use SnapKV",
+        problem="this option can only be used with a policy that only compresses prompts, but got "
+        "{s.policy.name}",
+        remedy="Remove quantize, or use SnapKV as the policy",
     ),
     Rule(
         meets=lambda s: s.quantize is not None and s.shares_latent,
         argument="quantize",
         problem="the heads of {s.model} share one latent (latent attention), which cannot be "
         "quantized",
-        remedy="Leave quantize out",
+        remedy="Remove the argument quantize for this model",
         error=UnsupportedModelError,
     ),
     Rule(
         meets=lambda s: s.policy.per_query_head and s.shares_latent,
         argument="group_reduce",
         problem="expected 'mean' for latent attention, because all heads of {s.model} share the "
-        "stored tokens, got {s.policy!r}",
-        remedy="Leave out group_reduce for this model",
+        "stored tokens, but got {s.policy!r}",
+        remedy="Remove group_reduce for this model",
         error=UnsupportedModelError,
     ),
     Rule(
         meets=lambda s: s.chooses_again and s.evicts,
         argument="policy",
-        problem="expected a policy that only compresses prompts for {s.turns_option}, got "
-        "{s.policy.name}, which evicts after every token",
-        remedy="Use SnapKV, or leave out the option",
+        problem="{s.turns_option} can only be used with a policy that only compresses prompts, "
+        "but got {s.policy.name}, which evicts after every token",
+        remedy="Use SnapKV as the policy, or remove this option",
     ),
     Rule(
         meets=lambda s: s.chooses_again and s.policy.needs_reconstruction_pass,
         argument="policy",
         problem="with {s.turns_option}, later turns are read once, but {s.policy.name} has to read "
         "each prompt a second time",
-        remedy="Use SnapKV, or leave out the option",
+        remedy="Use SnapKV as the policy, or remove this option",
     ),
     Rule(
         meets=lambda s: s.chooses_again and "queries" in s.policy.needs,
         argument="policy",
         problem="with {s.turns_option}, the queries of earlier turns are not stored, but "
-        "{s.policy.name} needs them",
-        remedy="Use SnapKV, KeyDiff or LagKV, which need only the last queries or none",
+        "{s.policy.name} needs these queries",
+        remedy="Use SnapKV, KeyDiff or LagKV, which do not need the queries of earlier turns",
     ),
     Rule(
         meets=lambda s: (
             s.turn_mode == "compress" and (not s.has_uniform_budget or "rotation" in s.policy.needs)
         ),
         argument="policy",
-        problem="turns='compress' without recall needs a policy with the same budget for all heads "
-        "and layers that does not ask for positions, got {s.method}",
-        remedy="Pass policy=SnapKV(budget=...), or recall='host' instead of turns, which also "
+        problem="turns='compress' without recall needs a policy with the same budget for all "
+        "heads and layers that does not need positions, but got {s.method}",
+        remedy="Use policy=SnapKV(budget=...), or set recall='host' instead of turns, which also "
         "works with budgets that heads and layers share",
     ),
     Rule(
         use="drop",
         meets=lambda s: s.evicts,
         argument="policy",
-        problem="drop works only with a policy that only compresses prompts, got {s.policy.name}, "
-        "which counts how many tokens it has evicted",
-        remedy="Use SnapKV, or do not drop spans",
+        problem="spans can only be dropped with a policy that only compresses prompts, but got "
+        "{s.policy.name}, which counts how many tokens it has evicted",
+        remedy="Use SnapKV as the policy, or do not drop spans",
     ),
     Rule(
         use="drop",
         meets=lambda s: bool(s.policy.needs & {"rotation", "queries"}),
         argument="policy",
-        problem="drop works only with a policy that does not ask for positions, got "
-        "{s.policy.name}, which does",
+        problem="spans can only be dropped with a policy that does not need positions, but got "
+        "{s.policy.name}, which needs them",
         remedy="Use SnapKV, KeyDiff or LagKV instead",
     ),
     Rule(
@@ -284,8 +287,8 @@ RULES = (
         use="drafts",
         meets=lambda s: s.evicts,  # drafts would see tokens that are evicted by then
         argument="policy",
-        problem="drafts (Medusa, assistant model, prompt lookup) work only with a policy that only "
-        "compresses the prompt, got {s.policy.name}, which evicts after every token",
-        remedy="Use SnapKV, or generate without drafts",
+        problem="drafts (of Medusa, an assistant model or prompt lookup) only work with a policy "
+        "that only compresses the prompt, but got {s.policy.name}, which evicts after every token",
+        remedy="Use SnapKV as the policy, or generate without drafts",
     ),
 )

@@ -56,11 +56,11 @@ def implementation(
     if impl in in_torch:
         return in_torch[impl]
     if impl != "triton":
-        problem = f"expected auto or one of {', '.join(in_torch)}, triton, got {impl!r}"
-        raise wrong("impl", problem, "Pass impl='auto'")
+        problem = f"expected auto or one of {', '.join(in_torch)} or triton, but got {impl!r}"
+        raise wrong("impl", problem, "Set impl='auto' to choose an implementation automatically")
     if (reason := obstacle()) is not None:
-        problem = f"expected an implementation that can run here, got 'triton' {reason}"
-        raise wrong("impl", problem, "Pass impl='auto'")
+        problem = f"the implementation 'triton' cannot be used {reason}"
+        raise wrong("impl", problem, "Set impl='auto' to choose an implementation automatically")
     kernel: Callable[..., _Result] = getattr(importlib.import_module(kernels), operation)
     return kernel
 
@@ -68,15 +68,15 @@ def implementation(
 def triton_obstacle(states: Tensor) -> str | None:
     """Return the reason why a kernel cannot be used with these tensors, or None if it can."""
     if importlib.util.find_spec("triton") is None:
-        return "without the package triton"
+        return "because the package triton is not installed"
     if not states.is_cuda and not INTERPRETED:
-        return f"with tensors on {states.device.type}, where it cannot run"
+        return f"with tensors on the device {states.device.type}"
     if states.is_cuda and _capability(states.device) < LEAST_CAPABILITY:
-        return "on a GPU of an older generation than compute capability 8.0"
+        return "on a GPU with a compute capability below 8.0"
     if states.requires_grad and torch.is_grad_enabled():
-        return "with gradients, which it does not compute"
+        return "with gradients, because it does not compute them"
     if states.dtype not in DTYPES:
-        return f"with {states.dtype}, which it does not support"
+        return f"with tensors of the type {states.dtype}"
     return None
 
 

@@ -61,8 +61,9 @@ class AcrossLayers(AroundScores):
         if not self.policy.compares_layers:
             raise wrong(
                 "policy",
-                f"the scores of {self.policy.name} cannot be compared between layers",
-                "Pass SnapKV, KVzip or KVzap, or use AdaKV, which compares the heads of one layer",
+                f"the scores of the method {self.policy.name} cannot be compared between layers",
+                "Use SnapKV, KVzip or KVzap, or use AdaKV, which compares only the heads of the "
+                "same layer",
             )
 
     @property
@@ -165,8 +166,9 @@ class AcrossLayers(AroundScores):
         if not isinstance(budget, AutoBudget):
             raise wrong(
                 "policy",
-                f"{self.name} compares all layers of a prompt, but it got only one of them",
-                "Read the prompt into a CompressedCache",
+                f"the method {self.name} compares all layers of a prompt, but got only one of the "
+                "layers",
+                "Use a CompressedCache to read the prompt",
             )
         if not layer.depth:
             self.policy.require_room(layer)

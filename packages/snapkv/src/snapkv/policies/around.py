@@ -25,11 +25,11 @@ class AroundScores(Policy):
             InvalidArgumentError: `policy` selects by something else than its scores.
         """
         if not isinstance(self.policy, PrefixPolicy):
-            problem = f"expected a method that scores tokens of the prompt, got {self.policy!r}"
-            raise wrong("policy", problem, f"Pass SnapKV(budget=1024){hint}", InvalidTypeError)
+            problem = f"expected a method that scores the prompt's tokens, but got {self.policy!r}"
+            raise wrong("policy", problem, f"Use SnapKV(budget=1024){hint}", InvalidTypeError)
         if not self.policy.keeps_the_best:
-            problem = f"the method {self.policy.name} does not select tokens by their scores alone"
-            raise wrong("policy", problem, "Pass SnapKV, PyramidKV or KeyDiff instead")
+            problem = f"the method {self.policy.name} does not select tokens only by their scores"
+            raise wrong("policy", problem, "Use SnapKV, PyramidKV or KeyDiff instead")
 
     @functools.cached_property
     def query_tokens(self) -> int:

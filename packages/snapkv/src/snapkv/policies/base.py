@@ -54,8 +54,8 @@ class Policy(metaclass=WithParameters):
         Raises:
             InvalidTypeError: always.
         """
-        remedy = f"Write CompressedCache(model, {self!r}), see docs/migrating.md"
-        problem = f"a policy cannot be called with a model, got a {type(model).__name__}"
+        remedy = f"Use CompressedCache(model, {self!r}) instead, and see docs/migrating.md"
+        problem = f"a policy cannot be called with a model, but got a {type(model).__name__}"
         raise wrong("policy", problem, remedy, InvalidTypeError)
 
     @property
@@ -153,8 +153,8 @@ class Policy(metaclass=WithParameters):
             InvalidArgumentError: the method cannot protect tokens, or `spans` cannot fit.
         """
         del spans
-        problem = f"{self!r} cannot keep tokens regardless of their scores"
-        raise wrong("protect", problem, "Use SnapKV(budget=1024), or leave protect out")
+        problem = f"the policy {self!r} cannot protect tokens from eviction"
+        raise wrong("protect", problem, "Use SnapKV(budget=1024), or remove the argument protect")
 
     def require_room(self, layer: PromptLayer) -> None:
         """Check that every layer can hold all protected tokens of a prompt.

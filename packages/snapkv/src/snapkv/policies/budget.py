@@ -123,8 +123,9 @@ class Budget(metaclass=WithParameters):
         if budget.keys() != {cls.key} or not isinstance(own, dict) or not own.keys() <= known:
             raise wrong(
                 "budget",
-                f"expected {{{cls.key!r}: {{...}}}} with {', '.join(sorted(known))}, got {budget}",
-                "Pass a number of tokens, 'auto', or bytes as '12%' or '64MiB'",
+                f"expected a dictionary {{{cls.key!r}: {{...}}}} with the keys "
+                f"{', '.join(sorted(known))}, but got {budget}",
+                "Use a number of tokens, 'auto', or a text such as '12%' or '64MiB'",
             )
         return cls(**own)
 
@@ -224,8 +225,8 @@ class AutoBudget(Budget):
         require_budget(tokens, None, window_size, sink_tokens)
         if tokens < window_size + self.least:
             least = f"window_size={window_size} + least={self.least}"
-            problem = f"expected at least {least}, which every layer keeps, got {tokens}"
-            raise wrong("budget, most", problem, "Raise most or lower least")
+            problem = f"expected at least {least}, which every layer keeps, but got {tokens}"
+            raise wrong("budget, most", problem, "Increase most, or reduce least")
 
     def counts(self, prefix: Prefix, votes: Votes | None) -> list[int]:
         """Return the number of positions that each row needs before its window.
@@ -299,8 +300,8 @@ class ByteBudget(Budget):
 
     def __post_init__(self) -> None:
         if (self.share is None) is (self.bytes is None):
-            problem = f"expected either a share or a number of bytes, got {self!r}"
-            raise wrong("budget", problem, "Pass exactly one of them")
+            problem = f"expected either a share or a number of bytes and not both, but got {self!r}"
+            raise wrong("budget", problem, "Set exactly one of the two values")
         if self.share is None:
             require_int("budget, bytes", self.bytes, minimum=1)
         else:
@@ -337,7 +338,7 @@ class ByteBudget(Budget):
         layer, window = prefix.layer, prefix.window_size
         if (cost := layer.cost) is None:
             problem = f"{self!r} cannot be used here, because the size of a token is not known"
-            raise wrong("budget", problem, "Pass a number of tokens")
+            raise wrong("budget", problem, "Use a number of tokens instead")
         cost = replace(cost, uneven=cost.uneven or prefix.per_head_budget)
         least = window + prefix.sink_tokens
         fit = (
@@ -377,8 +378,8 @@ def require_tokens(policy: Any) -> None:
         InvalidArgumentError: the budget is a `ByteBudget`, or a text that stands for one.
     """
     if isinstance(ByteBudget.read(policy.budget), ByteBudget):
-        problem = f"expected a number of tokens for {policy.name}, got {policy.budget!r}"
-        raise wrong("budget", problem, "Pass a number of tokens, or use SnapKV")
+        problem = f"the method {policy.name} needs a budget in tokens, but got {policy.budget!r}"
+        raise wrong("budget", problem, "Use a number of tokens, or use SnapKV instead")
 
 
 def budget_of(policy: Any) -> int | AutoBudget | ByteBudget | None:

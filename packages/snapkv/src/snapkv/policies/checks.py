@@ -17,10 +17,10 @@ from snapkv.policies.states import PromptLayer, Selection, run_checks
 _LIBRARY = "snapkv."
 """The prefix of the names of the library's own modules."""
 
-_SORT = "Sort keep_indices along the last axis"
+_SORT = "Sort keep_indices along the last dimension"
 _PADDING = (
-    "Put -1 only in front, and pass their number in padding_slots or head_tokens, or build the "
-    "selection with Selection.of_mask"
+    "Use -1 only at the beginning, and pass the number of these entries in padding_slots or "
+    "head_tokens, or make the selection with Selection.of_mask"
 )
 _FAULTS = (
     ("negative indices among those to keep", _PADDING),
@@ -28,8 +28,8 @@ _FAULTS = (
         "indices of {tokens} or more, but the prompt has {tokens} tokens",
         "Select positions of the last axis of layer.keys",
     ),
-    ("an index twice in one head", "Return each position once"),
-    ("indices that do not ascend", _SORT),
+    ("the same index twice in one head", "Return each position only once for each head"),
+    ("indices that are not in ascending order", _SORT),
     (
         "indices of padding among those to keep",
         "Select positions after layer.pad_tokens, and pass in padding_slots or head_tokens how "
@@ -38,11 +38,12 @@ _FAULTS = (
     (
         "padding_slots or head_tokens that are negative or larger than the last axis of "
         "keep_indices",
-        "Count the leading entries that hold no token, or those that do",
+        "In padding_slots, count the first entries that do not hold a token; in head_tokens, "
+        "count the entries that hold a token",
     ),
     (
-        "less than the window of the last {window} tokens",
-        "Keep them, or subclass Policy, which promises no window",
+        "fewer tokens than the window of the last {window} tokens",
+        "Keep these tokens, or inherit from Policy, which does not require a window",
     ),
 )
 """What can be wrong with the numbers of a selection, each with its remedy, in the order of
@@ -206,4 +207,4 @@ def _judge(policy: Policy, layers: Sequence[int], tokens: int, faults: Sequence[
 
 def _refusal(policy: Policy, layer_idx: int, fault: str, remedy: str) -> SnapKVError:
     made = f"ascending and different positions from {type(policy).__name__} in layer {layer_idx}"
-    return wrong("select", f"expected {made}, got {fault}", remedy)
+    return wrong("select", f"expected {made}, but got {fault}", remedy)

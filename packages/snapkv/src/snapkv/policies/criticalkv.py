@@ -134,7 +134,7 @@ def projected_norms(
     if weight is None or weight.shape[1] != heads * size:
         found = "none" if weight is None else f"one of {weight.shape[1]} inputs"
         expected = f"expected an output projection of {heads} heads of {size} values"
-        problem = f"{expected}, got {found} in layer {layer.layer_idx}"
+        problem = f"{expected}, but got {found} in layer {layer.layer_idx}"
         raise wrong("model", problem, "Use a method that does not need it", UnsupportedModelError)
     group = heads // layer.values.shape[1]
     per_head = weight.float().view(weight.shape[0], heads, size)

@@ -336,17 +336,17 @@ def require_token_ids(argument: str, ids: object) -> None:
     """
     if ids is None:
         return
-    remedy = "Pass a tuple such as (1, 2), or let with_tokenizer set the token ids"
+    remedy = "Use a tuple such as (1, 2), or call with_tokenizer to set the token ids"
     if not isinstance(ids, tuple):
-        problem = f"expected token ids, got {ids!r} of type {type(ids).__name__}"
+        problem = f"expected a tuple of token ids, but got {ids!r} of type {type(ids).__name__}"
         raise wrong(argument, problem, remedy, InvalidTypeError)
     for entry in ids:
         for index in entry if isinstance(entry, tuple) and entry else (entry,):
             if isinstance(index, bool) or not isinstance(index, int):
-                problem = f"expected a tuple of token ids, got one that contains {entry!r}"
+                problem = f"expected a tuple of token ids, but got one that contains {entry!r}"
                 raise wrong(argument, problem, remedy, InvalidTypeError)
             if index < 0:
-                raise wrong(argument, f"expected token ids of at least 0, got {index}", remedy)
+                raise wrong(argument, f"expected token ids of at least 0, but got {index}", remedy)
 
 
 def found(token_ids: Tensor, wanted: TokenIds) -> Tensor:

@@ -29,7 +29,7 @@ FORMAT = "snapkv gate 1"
 MOST_BYTES = 1 << 24
 """The largest file of a gate, in bytes; the largest models need two million."""
 
-_REMEDY = "Fit a gate with `snapkv study fit-gate`"
+_REMEDY = "Run `snapkv study fit-gate` to train a gate"
 _LEAST_NORM = 1e-6
 _AT_ONCE = 4096
 _SIZES = ("layers", "heads", "key_size", "value_size")
@@ -67,10 +67,10 @@ class Gate:
         expected = 2 * self.layers * self.heads * features
         if len(self.data) != expected or expected == 0:
             sizes = f"{self.layers} layers with {self.heads} KV heads"
-            problem = f"expected {expected:,} bytes of weights for {sizes}, got {len(self.data):,}"
+            problem = f"expected {expected:,} bytes for {sizes}, but got {len(self.data):,} bytes"
             raise wrong("gate", problem, _REMEDY)
         if not self.weights.isfinite().all():
-            raise wrong("gate", "some weights of the gate are not finite numbers", _REMEDY)
+            raise wrong("gate", "some of the weights of the gate are not finite numbers", _REMEDY)
 
     @classmethod
     def of(cls, weights: Tensor, key_size: int, value_size: int, model: str = "") -> Self:
@@ -135,8 +135,8 @@ class Gate:
         got = (layer.num_layers, *layer.keys.shape[1::2], layer.values.shape[3])
         if own != got:
             sizes = "the numbers of layers and KV heads, and the sizes of a key and a value"
-            problem = f"expected {got} as in the model ({sizes}), got {own}"
-            raise wrong("gate", problem, "Pass a gate that was fitted to this model")
+            problem = f"expected {got}, which are {sizes} of the model, but got {own}"
+            raise wrong("gate", problem, "Use a gate that was trained for this model")
 
     def describe(self) -> str:
         """Return the first 16 characters of the hash of the weights, as a name for reports."""
@@ -226,7 +226,7 @@ def read_gate(given: object) -> Gate:
         with _reading("the saved gate"):
             values = {name: given[name] for name in (*_SIZES, "model")}
             return Gate(**values, data=base64.b64decode(given["data"], validate=True))
-    problem = f"expected a gate or the name of its file, got a value of type {type(given).__name__}"
+    problem = f"expected a gate or a file name, but got a value of type {type(given).__name__}"
     raise wrong("gate", problem, _REMEDY, InvalidTypeError)
 
 
@@ -241,22 +241,22 @@ def _gate_in(path: Path) -> Gate:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        problem = f"the file {str(path)!r} of the gate cannot be read ({error.strerror})"
+        problem = f"the file {str(path)!r} could not be read ({error.strerror})"
         raise wrong("gate", problem, _REMEDY) from error
     with _reading(repr(str(path))):
         if len(content) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+            raise ValueError(f"the file has more than {MOST_BYTES:,} bytes")
         metadata = _metadata(content)
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+            raise ValueError(f"expected the format {FORMAT!r}, but got {metadata.get('format')!r}")
         weights = load(content)["weights"]
         if weights.dtype != torch.float16:
-            raise ValueError(f"its weights are {weights.dtype}")
+            raise ValueError(f"the weights have the type {weights.dtype}")
         data = weights.contiguous().view(torch.uint8).numpy().tobytes()
         sizes = {name: int(metadata[name]) for name in _SIZES}
         gate = Gate(**sizes, model=metadata["model"], data=data)
         if gate._seal() != metadata["sha256"]:
-            raise ValueError("its bytes are not those that were written")
+            raise ValueError("the content of the file has changed since it was written")
         return gate
 
 
@@ -292,5 +292,5 @@ def _reading(place: str) -> Iterator[None]:
         *(AttributeError, LookupError, TypeError, ValueError, RuntimeError, RecursionError),
         *(SafetensorError, binascii.Error, OverflowError),
     ) as error:
-        problem = f"{place} is not a gate, or it is damaged ({error!r:.80})"
+        problem = f"{place} is not a valid gate, or it is damaged ({error!r:.80})"
         raise wrong("gate", problem, _REMEDY) from error

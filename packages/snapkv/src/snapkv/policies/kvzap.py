@@ -62,6 +62,8 @@ class KVzap(PrefixPolicy):
             InvalidArgumentError: there is no gate, or it was fitted to a model with other sizes.
         """
         if not isinstance(self.gate, Gate):
-            remedy = "Pass a file that `snapkv study fit-gate` has written"
-            raise wrong("gate", "expected a gate that was fitted to this model, got none", remedy)
+            remedy = "Use a file that was written by `snapkv study fit-gate`"
+            raise wrong(
+                "gate", "expected a gate that was trained for this model, but got none", remedy
+            )
         return self.gate.log_scores(layer)[..., : layer.keys.shape[2] - self.window_size]

@@ -78,8 +78,8 @@ class KVzip(PrefixPolicy):
             InvalidArgumentError: the text was read only once.
         """
         if layer.received is None:
-            remedy = "Fill the cache with snapkv.kvzip.read_context(model, input_ids, policy)"
-            raise wrong("policy", "kvzip needs a second reading of the prompt", remedy)
+            remedy = "Use snapkv.kvzip.read_context(model, input_ids, policy) to fill the cache"
+            raise wrong("policy", "the method kvzip needs to read the prompt a second time", remedy)
         return layer.received[..., : layer.keys.shape[2] - self.window_size]
 
 

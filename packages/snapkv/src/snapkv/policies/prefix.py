@@ -26,7 +26,7 @@ def _require_number(name: str, highest: Sequence[float]) -> None:
     """
     if math.isnan(highest[0]):
         remedy = "Compute scores in float32, and do not divide by numbers that may be 0"
-        raise wrong("score", f"{name} returned NaN", remedy)
+        raise wrong("score", f"the method {name} returned scores that are NaN", remedy)
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ class Prefix:
         fits = isinstance(got, tuple) and len(got) == 3 and (got[0], got[2]) == (batch, tokens)
         if not fits or (got[1] != 1 and got[1] % heads) or not scores.is_floating_point():
             dtype = f" of {scores.dtype}" if isinstance(scores, Tensor) else ""
-            expected = f"({batch}, {heads}, {tokens}) floating-point numbers from {name}"
+            expected = f"a float tensor with the shape ({batch}, {heads}, {tokens}) from {name}"
             raise wrong(
                 "score",
-                f"expected {expected} (rows, KV heads, positions before the window), "
-                f"got {got}{dtype}",
-                "Score layer.keys[:, :, : -self.window_size], not the window",
+                f"expected {expected}, which is (rows, KV heads, positions before the window), "
+                f"but got {got}{dtype}",
+                "Return the scores of layer.keys[:, :, : -self.window_size], without the window",
             )
         if tokens:
             pads, deferred = self.layer.pad_tokens, self.layer.deferred_checks

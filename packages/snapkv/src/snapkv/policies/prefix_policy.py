@@ -71,11 +71,11 @@ class PrefixPolicy(Policy):
         require_one_limit(self.budget, self.keep_ratio)
         object.__setattr__(self, "budget", AutoBudget.read(ByteBudget.read(self.budget)))
         if isinstance(self.budget, str):
-            problem = f"expected a number or a text such as 'auto' or '12%', got {self.budget!r}"
-            raise wrong("budget", problem, "Pass for instance 1024 or '64MiB'", InvalidTypeError)
+            problem = f"expected a number, or a text such as '12%', but got {self.budget!r}"
+            raise wrong("budget", problem, "For example, use 1024 or '64MiB'", InvalidTypeError)
         if isinstance(self.budget, AutoBudget) and not self.scores_are_votes:
-            problem = f"'auto' chooses the budget by votes, which the method {self.name} lacks"
-            raise wrong("budget", problem, "Pass a number of tokens, or use SnapKV(budget='auto')")
+            problem = f"'auto' chooses the budget by votes, but the method {self.name} has no votes"
+            raise wrong("budget", problem, "Use a number of tokens, or use SnapKV(budget='auto')")
         self.allocation.require_valid(self.window_size, self.sink_tokens)
 
     @property

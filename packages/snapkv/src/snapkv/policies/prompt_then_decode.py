@@ -42,19 +42,19 @@ class PromptThenDecode(EvictingPolicy):
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, Policy) or isinstance(self.prompt, EvictingPolicy):
-            problem = f"expected a method that only compresses prompts, got {_named(self.prompt)}"
-            remedy = "Pass a method such as SnapKV(budget=1024), and the one that evicts as decode"
+            problem = f"expected a method that compresses prompts, but got {_named(self.prompt)}"
+            remedy = "Use a method such as SnapKV(budget=1024), and pass this method as decode"
             raise wrong("prompt", problem, remedy, InvalidTypeError)
         if self.prompt.needs_reconstruction_pass:
-            problem = f"{_named(self.prompt)} has to read the prompt a second time to score it"
-            raise wrong("prompt", problem, "Use this method on its own, or pass SnapKV")
+            problem = f"{_named(self.prompt)} has to read the prompt twice to score the tokens"
+            raise wrong("prompt", problem, "Use this method alone, or use SnapKV for the prompt")
         if not isinstance(self.decode, EvictingPolicy) or isinstance(self.decode, PromptThenDecode):
-            problem = f"expected a method that evicts during decoding, got {_named(self.decode)}"
-            remedy = "Pass a method such as TOVA(budget=1024), and the other method as prompt"
+            problem = f"expected a method that evicts while decoding, but got {_named(self.decode)}"
+            remedy = "Use a method such as TOVA(budget=1024), and pass the other one as prompt"
             raise wrong("decode", problem, remedy, InvalidTypeError)
         if "rotation" in self.decode.needs:
-            problem = f"{self.decode!r} moves positions, but there are gaps between the kept ones"
-            raise wrong("decode", problem, "Pass positions='original' to this method")
+            problem = f"{self.decode!r} moves positions, but the kept positions have gaps"
+            raise wrong("decode", problem, "Set positions='original' in this method")
         self._require_room(self.prompt.most_tokens, self.decode.max_decode_tokens)
 
     def _require_room(self, most: int | None, room: int | None) -> None:
@@ -68,20 +68,20 @@ class PromptThenDecode(EvictingPolicy):
             InvalidArgumentError: they do not fit, or one of the numbers is None.
         """
         if room is None:
-            problem = f"the heads of {self.decode!r} hold different numbers of tokens"
-            raise wrong("decode", problem, "Use this method on its own")
+            problem = f"the heads of {self.decode!r} keep different numbers of tokens"
+            raise wrong("decode", problem, "Use this method alone")
         if most is None:
             expected = (
-                f"a budget that is the same for all heads, as {self.decode.name} needs it"
+                f"the same budget for all heads, because {self.decode.name} needs this"
                 if self.prompt.per_head_budget
-                else f"a number of tokens, which must fit into the {room} of {self.decode.name}"
+                else f"a budget in tokens of at most {room}, which {self.decode.name} can keep"
             )
-            problem = f"expected a method with {expected}, got {self.prompt!r}"
-            raise wrong("prompt", problem, f"Pass for instance SnapKV(budget={room})")
+            problem = f"expected a method with {expected}, but got {self.prompt!r}"
+            raise wrong("prompt", problem, f"For example, use SnapKV(budget={room})")
         if most > room:
             kept = f"{self.prompt.name} may keep {most} tokens of the prompt"
-            problem = f"{kept}, but {self.decode.name} holds {room} and would drop the rest at once"
-            raise wrong("decode", problem, f"Give decode a budget of at least {most}")
+            problem = f"{kept}, but {self.decode.name} can only keep {room} tokens"
+            raise wrong("decode", problem, f"Use a budget of at least {most} for decode")
 
     @property
     def query_tokens(self) -> int:

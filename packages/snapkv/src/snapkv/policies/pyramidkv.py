@@ -46,8 +46,8 @@ class PyramidKV(SnapKV):
         super().__post_init__()
         require_int("beta", self.beta, minimum=1)
         if self.published and isinstance(self.budget, ByteBudget):
-            problem = f"published=True would exceed a budget in bytes, got {self.budget!r}"
-            raise wrong("budget", problem, "Pass a number of tokens, or leave out published")
+            problem = f"published=True needs a budget in tokens, but got {self.budget!r}"
+            raise wrong("budget", problem, "Use a number of tokens, or remove published=True")
 
     @property
     def most_tokens(self) -> int | None:

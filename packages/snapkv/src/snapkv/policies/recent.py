@@ -160,8 +160,8 @@ def split_budget(policy: Any, first: str, *, default_recent: Callable[[int], int
     if head is None:
         head = budget - tail
     if head < 0 or tail < 1 or head + tail != budget:
-        expected = f"expected {first} + recent, with recent at least 1"
-        problem = f"{expected}, got budget={budget}, {first}={head} and recent={tail}"
-        raise wrong("budget", problem, f"Pass a budget of at least {max(head, 0) + 1}")
+        expected = f"expected the sum of {first} and recent, where recent is at least 1"
+        problem = f"{expected}, but got budget={budget}, {first}={head} and recent={tail}"
+        raise wrong("budget", problem, f"Use a budget of at least {max(head, 0) + 1}")
     for name, value in (("budget", budget), (first, head), ("recent", tail)):
         object.__setattr__(policy, name, value)

@@ -80,14 +80,14 @@ class Scissorhands(BestAndRecent):
         """
         parts = f"more than recent={self.recent} tokens"
         if self.drop is not None:
-            parts = f"recent={self.recent} tokens that stay and drop={self.drop} that go"
+            parts = f"at least recent={self.recent} + drop={self.drop} tokens"
         if self.budget < least:
-            problem = f"expected a budget that holds {parts}, got {self.budget}"
-            raise wrong("budget", problem, f"Pass a budget of at least {least}")
+            problem = f"expected a budget of {parts}, but got {self.budget}"
+            raise wrong("budget", problem, f"Use a budget of at least {least}")
         if self.max_decode_tokens < least:
-            lowest = f"gamma={self.gamma} leaves the lowest layer {self.max_decode_tokens} tokens"
-            problem = f"{lowest} of budget={self.budget}, but it must hold {parts}"
-            raise wrong("gamma", problem, "Lower gamma, or raise the budget")
+            lowest = f"with gamma={self.gamma}, a layer keeps only {self.max_decode_tokens} tokens"
+            problem = f"{lowest} of budget={self.budget}, but it needs {parts}"
+            raise wrong("gamma", problem, "Reduce gamma, or increase the budget")
 
     @property
     def query_tokens(self) -> int:

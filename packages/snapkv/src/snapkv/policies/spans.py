@@ -40,8 +40,9 @@ class Spans:
             InvalidArgumentError: a position is negative, or a span is empty or reversed.
         """
         if isinstance(given, str) or not isinstance(given, Iterable):
-            problem = f"expected pairs of positions, got {given!r} of type {type(given).__name__}"
-            raise wrong(argument, problem, "Pass for instance [(0, 20)]", InvalidTypeError)
+            kind = type(given).__name__
+            problem = f"expected a list of pairs of positions, but got {given!r} of type {kind}"
+            raise wrong(argument, problem, "For example, pass [(0, 20)]", InvalidTypeError)
         merged: list[Span] = []
         for start, stop in sorted(require_span(argument, span) for span in given):
             if merged and start <= merged[-1][1]:
@@ -112,13 +113,13 @@ def require_span(argument: str, span: Any) -> Span:
         InvalidArgumentError: a position is negative, or the span is empty or reversed.
     """
     if not isinstance(span, tuple | list) or len(span) != 2:
-        problem = f"expected pairs of positions, got {span!r} of type {type(span).__name__}"
-        remedy = "Pass for instance (0, 20) for the first twenty tokens"
+        problem = f"expected a pair of positions, but got {span!r} of type {type(span).__name__}"
+        remedy = "For example, pass (0, 20) for the first twenty tokens"
         raise wrong(argument, problem, remedy, InvalidTypeError)
     start, stop = (require_int(argument, each, minimum=0) for each in span)
     if start >= stop:
-        problem = f"expected a span whose start is less than its stop, got ({start}, {stop})"
-        raise wrong(argument, problem, "Pass the position after the last token as the stop")
+        problem = f"expected a span with start < stop, but got ({start}, {stop})"
+        raise wrong(argument, problem, "Use the position after the last token as the stop")
     return start, stop
 
 
@@ -136,6 +137,7 @@ def require_room(policy: str, tokens: int, room: int, place: str) -> None:
     """
     if tokens > room:
         problem = (
-            f"expected at most {room:,} tokens, which {policy} can hold {place}, got {tokens:,}"
+            f"expected at most {room:,} tokens, because {policy} cannot keep more {place}, but got "
+            f"{tokens:,}"
         )
-        raise wrong("protect", problem, "Raise the budget, or protect fewer tokens")
+        raise wrong("protect", problem, "Increase the budget, or protect fewer tokens")

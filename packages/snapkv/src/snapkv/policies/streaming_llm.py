@@ -109,8 +109,8 @@ class StreamingLLM(SplitBudget):
                 that is, numbers tokens by their place in the cache.
         """
         if self._moved_tokens:
-            problem = f"{self!r} numbers tokens by their place in the cache and cannot protect any"
-            remedy = "Pass positions='original', or start=N to keep the first tokens of the prompt"
+            problem = f"{self!r} counts positions in the cache and cannot protect tokens"
+            remedy = "Set positions='original', or set start=N to keep the first N tokens"
             raise wrong("protect", problem, remedy)
         assert self.recent is not None
         beside = f"next to its {self.start} first tokens and its newest one"

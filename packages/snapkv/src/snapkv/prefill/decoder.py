@@ -30,8 +30,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     ]
     if len(found) != 1:
         got = f"{type(model).__name__} with {len(found)} such lists"
-        problem = f"expected a decoder with one list of its {count} layers, got {got}"
-        remedy = "Read the prompt with prefill_chunk_size instead"
+        problem = f"expected a decoder with exactly one list of its {count} layers, but got {got}"
+        remedy = "Set prefill_chunk_size to read the prompt in chunks instead"
         raise wrong("model", problem, remedy, UnsupportedModelError)
     return found[0]
 
@@ -51,8 +51,8 @@ def replacing_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     """
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     if not all(map(_brings_to_device, before)):
-        problem = "some layers are already wrapped by snapkv.prefill or another library"
-        raise wrong("model", problem, "Leave one of the two out", UnsupportedModelError)
+        problem = "some of the layers are already wrapped by snapkv.prefill or another library"
+        raise wrong("model", problem, "Use only one of the two", UnsupportedModelError)
     for module, forward in forwards.items():
         vars(module)["forward"] = forward
     try:
@@ -100,8 +100,8 @@ def require_by_token(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int)
     odd = [f"argument {number}" for number, _ in enumerate(args, 2)]
     odd += [name for name, value in kwargs.items() if not _is_by_token(value, tokens)]
     if odd:
-        problem = f"{odd[0]} of a layer does not belong to single tokens and cannot be split"
-        remedy = "Read the prompt with prefill_chunk_size, and with sdpa attention"
+        problem = f"{odd[0]} of a layer cannot be split, because it is not one value per token"
+        remedy = "Set prefill_chunk_size to read the prompt in chunks, and use sdpa attention"
         raise wrong("model", problem, remedy, UnsupportedModelError)
 
 

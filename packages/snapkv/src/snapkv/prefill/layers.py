@@ -100,8 +100,8 @@ def _read(
     if _comes_in_pieces(cache_among(kwargs), tokens_of(args, kwargs), chunk_tokens):
         for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if value := kwargs.get(name, getattr(config, name, False)):
-                problem = f"expected False for a prompt that is read layer by layer, got {value}"
-                raise wrong(name, problem, "Leave it out, or read the prompt at once")
+                problem = f"the prompt is read layer by layer, which excludes this, but got {value}"
+                raise wrong(name, problem, "Remove this argument")
         if (embeddings := kwargs.get("inputs_embeds")) is not None:
             kwargs["inputs_embeds"] = embeddings.clone()
     return forward(*args, **kwargs)

@@ -110,7 +110,7 @@ class SharedReading:
         ]
         if indices != list(range(len(leader.layers))):
             got = f"{len(indices)} of {len(leader.layers)} in {type(model).__name__}"
-            problem = f"expected layers that each hold keys and values of their own, got {got}"
+            problem = f"every layer must store its own keys and values, but only {got} do"
             raise wrong("model", problem, "Read the prompt for each cache", UnsupportedModelError)
 
     @contextlib.contextmanager

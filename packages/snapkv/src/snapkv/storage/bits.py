@@ -40,8 +40,8 @@ class KVCodes(metaclass=WithParameters):
         ):  # fmt: skip
             given = getattr(self, name)
             if given not in allowed or isinstance(given, float):
-                problem = f"expected one of {', '.join(map(str, allowed))}, got {given!r}"
-                raise wrong(name, problem, "Pass for instance KVCodes(keys=4, values=4)")
+                problem = f"expected one of {', '.join(map(str, allowed))}, but got {given!r}"
+                raise wrong(name, problem, "For example, use KVCodes(keys=4, values=4)")
 
     @property
     def label(self) -> str:
@@ -72,8 +72,8 @@ class KVCodes(metaclass=WithParameters):
             return cls(**given)
         bits = code_bits(given) if isinstance(given, str) else None
         if bits is None:
-            problem = f"expected int8, int4, K8V4 or a KVCodes, got {given!r}"
-            raise wrong(argument, problem, "Pass one of them")
+            problem = f"the value must be int8, int4, K8V4 or a KVCodes object, but got {given!r}"
+            raise wrong(argument, problem, "Use one of these values")
         return cls(*bits)  # type: ignore[arg-type] # `code_bits` returns 4 or 8
 
     def __str__(self) -> str:

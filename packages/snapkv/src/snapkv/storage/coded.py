@@ -146,7 +146,7 @@ class CodedStates:
         rows = {(len(section), *map(len, section)) for section in self.sections}
         least = min(n for section in self.sections for row in section for n in row)
         if least < 0 or len(rows) != 1 or any(len(codes) != blocks for codes in self.codes):
-            raise ValueError(f"{blocks} blocks of codes in {rows}")
+            raise ValueError(f"{blocks} blocks of codes do not match {rows} rows")
         widths = (codes.channels * getattr(torch, codes.dtype).itemsize for codes in self.codes)
         return int(tokens * sum(widths))
 

@@ -22,5 +22,5 @@ def restored(kind: str, state: dict[str, Any]) -> TokenStore:
     if kind == CodedStore.kind:
         return CodedStore(**state)
     if kind != DenseStore.kind:
-        raise ValueError(f"a {kind} store")
+        raise ValueError(f"there is no store of the kind {kind}")
     return DenseStore().fill(**state)

@@ -48,8 +48,8 @@ class OffloadPool:
             tempfile.TemporaryFile(dir=folder).close()
         except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
             reason = getattr(error, "strerror", error)
-            problem = f"the folder {str(folder)!r} cannot be written to ({reason})"
-            raise wrong("recall", problem, "Pass 'host' or another folder") from error
+            problem = f"files cannot be written to the folder {str(folder)!r} ({reason})"
+            raise wrong("recall", problem, "Use 'host' or a different folder") from error
 
     @property
     def where(self) -> str:
@@ -102,7 +102,7 @@ class OffloadPool:
         if self.limit_bytes is not None and self.taken_bytes + wanted > self.limit_bytes:
             taken, limit = format_bytes(self.taken_bytes), format_bytes(self.limit_bytes)
             problem = f"{taken} are offloaded, and {format_bytes(wanted)} more would exceed {limit}"
-            remedy = "Raise recall_bytes, or shorten the text"
+            remedy = "Increase recall_bytes, or use a shorter text"
             raise wrong("recall_bytes", problem, remedy, OutOfMemoryError)
 
     def give_back(self, freed_bytes: int) -> None:
@@ -143,7 +143,7 @@ def _mapped(folder: Path, states: Tensor) -> Tensor:
     except OSError as error:
         more, reason = format_bytes(states.nbytes), error.strerror
         problem = f"another {more} cannot be written to the folder {str(folder)!r} ({reason})"
-        remedy = "Choose another folder, or set recall_bytes"
+        remedy = "Choose a different folder, or set recall_bytes to limit the size"
         raise wrong("recall", problem, remedy, OutOfMemoryError) from error
     return memory.view(states.dtype).view(states.shape)
 
@@ -176,11 +176,11 @@ def pool_for(recall: Any, limit_bytes: int | None) -> OffloadPool:
     if recall == "host":
         return OffloadPool(limit_bytes)
     if not isinstance(recall, str | Path) or not str(recall):
-        problem = f"expected 'host' or the path of a folder, got {recall!r}"
-        raise wrong("recall", problem, "Leave it out to drop evicted tokens", InvalidTypeError)
+        problem = f"expected 'host' or the path of a folder, but got {recall!r}"
+        raise wrong("recall", problem, "Remove it to drop evicted tokens", InvalidTypeError)
     if isinstance(recall, str) and recall.lower() in _NO_FOLDERS:
-        problem = f"expected 'host' or the path of a folder, got {recall!r}"
-        raise wrong("recall", problem, f"Pass 'host', or './{recall}' for a folder of that name")
+        problem = f"expected 'host' or the path of a folder, but got {recall!r}"
+        raise wrong("recall", problem, f"Use 'host', or use './{recall}' for a folder")
     return OffloadPool(limit_bytes, Path(recall))
 
 

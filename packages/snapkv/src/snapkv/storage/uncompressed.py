@@ -30,8 +30,8 @@ class AbsentLayer(DynamicLayer):
         Raises:
             UnsupportedModelError: always.
         """
-        problem = f"layer {self.layer_idx} got keys, but no attention module has its `layer_idx`"
-        remedy = "Set `layer_idx` on the attention modules before making the cache"
+        problem = f"no attention module has the `layer_idx` {self.layer_idx}, which received keys"
+        remedy = "Set the `layer_idx` of the attention modules before you make the cache"
         raise wrong("model", problem, remedy, UnsupportedModelError)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -70,14 +70,17 @@ def require_croppable(layer: Any, count: int, layer_idx: int) -> None:
     if hasattr(layer, "conv_states"):
         most, why = _recorded(layer), "has a recurrent state"
     elif isinstance(layer, DynamicSlidingWindowLayer):
-        most, why = _before_window(layer), "slides over a window and has dropped older tokens"
+        most, why = (
+            _before_window(layer),
+            "has a sliding window and has dropped older tokens",
+        )
     else:
         return
     if count > most:
         raise wrong(
             "tokens_to_remove",
-            f"expected at most {most}, got {count}, because layer {layer_idx} {why}",
-            "Reset the cache and read the shorter text again",
+            f"expected at most {most} tokens, because layer {layer_idx} {why}, but got {count}",
+            "Call cache.reset() and read the shorter text again",
         )
 
 

@@ -286,8 +286,8 @@ def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
         if name not in available:
             which = "LongBench-E" if extended else "LongBench"
             known = ", ".join(available)
-            problem = f"expected English or code sets of {which} ({known}), got {name!r}"
-            raise wrong("datasets", problem, nearest(name, available, "Choose from these"))
+            problem = f"expected English or code sets of {which} ({known}), but got {name!r}"
+            raise wrong("datasets", problem, nearest(name, available, "Use one of these names"))
     return [one for name, one in available.items() if name in names or not names]
 
 
@@ -316,7 +316,7 @@ def prompt_format(data_set: DataSet) -> tuple[str, str]:
         if hashlib.sha256(candidate.encode()).hexdigest().startswith(data_set.prompt_sha256):
             before, _, after = candidate.partition("{context}")
             return before, after
-    problem = f"the installed lm-eval has another prompt of {name} than the published one"
+    problem = f"the prompt of {name} in the installed lm-eval is not the published one"
     raise wrong("data", problem, f"Run {INSTALL['lm_eval']}", MissingDependencyError)
 
 
@@ -396,13 +396,17 @@ def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
                 raise _missing_file(archive, name)
             return opened.read(str(members[0])).splitlines()
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        problem = f"the archive {archive} cannot be read: {error}"
-        raise wrong("data", problem, "Download it again, or pass a folder", DocumentError) from None
+        problem = f"the archive {archive} could not be read: {error}"
+        raise wrong(
+            "data", problem, "Download the file again, or use a folder", DocumentError
+        ) from None
 
 
 def _missing_file(place: Path, name: str) -> SnapKVError:
-    remedy = "Name the sets that are there with --datasets, or pass LongBench's data.zip"
-    return wrong("data", f"expected {name} in {place}, got no such file", remedy, DocumentError)
+    remedy = "Use --datasets to select the existing sets, or use the data.zip of LongBench"
+    return wrong(
+        "data", f"expected the file {name} in {place}, but got no such file", remedy, DocumentError
+    )
 
 
 def _are_answers(value: Any) -> bool:

@@ -85,8 +85,10 @@ class Needle(HaystackTask):
         """
         self.require(depths=1, permutations=1, buffer_tokens=0)
         if self.depths > _MOST_DEPTHS:
-            problem = f"expected at most {_MOST_DEPTHS}, one per whole percent, got {self.depths}"
-            raise wrong("depths", problem, "Pass a smaller number")
+            problem = (
+                f"expected at most {_MOST_DEPTHS}, one per whole percent, but got {self.depths}"
+            )
+            raise wrong("depths", problem, "Use a smaller value")
         require_int("digits", self.digits, minimum=1, maximum=_MOST_DIGITS)
         self.require(lengths=self.buffer_tokens + 100)
         require_choice("variant", self.variant, ("magic-number", "sandwich"))
@@ -167,15 +169,19 @@ def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
         InvalidArgumentError: `tokens` is below 1, or the tokenizer knows no part of the text.
     """
     if tokens < 1:
-        raise wrong("lengths", "there is no room for text beside the needle", "Pass larger lengths")
+        raise wrong(
+            "lengths",
+            "there is no space for a text in addition to the needle",
+            "Use larger lengths",
+        )
     source, characters = text.text, tokens * CHARACTERS_PER_TOKEN
     while True:
         ids = token_ids(tokenizer, (source * (1 + characters // len(source)))[:characters])
         if len(ids) >= tokens:
             return ids[:tokens]
         if not ids:
-            problem = f"the model's tokenizer makes no token of {text.name}"
-            raise wrong("haystack", problem, "Choose another folder")
+            problem = f"the tokenizer of the model does not make any tokens from {text.name}"
+            raise wrong("haystack", problem, "Choose a different folder")
         characters *= 2
 
 

@@ -254,8 +254,10 @@ class RagPipeline(PhraseTask):
         """
         super().__post_init__()
         if self.retrieve < max(self.documents):
-            problem = f"expected at least the {max(self.documents)} documents, got {self.retrieve}"
-            raise wrong("retrieve", problem, "Retrieve more, or read fewer documents")
+            problem = (
+                f"expected at least the {max(self.documents)} documents, but got {self.retrieve}"
+            )
+            raise wrong("retrieve", problem, "Retrieve more documents, or read fewer documents")
 
     def samples(self, tokenizer: Any) -> Iterator[Sample]:
         del tokenizer
@@ -285,8 +287,8 @@ def _require_documents(documents: int, found: int) -> None:
         InvalidArgumentError: fewer than `documents` were found.
     """
     if found < documents:
-        problem = f"expected at most {found}, as many as there are, got {documents}"
-        raise wrong("documents", problem, f"Pass --documents {found}")
+        problem = f"expected at most {found}, as many as there are, but got {documents}"
+        raise wrong("documents", problem, f"For example, use --documents {found}")
 
 
 def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
@@ -298,8 +300,8 @@ def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Ques
         InvalidArgumentError: there are fewer than `count` rows.
     """
     if count > len(rows):
-        problem = f"expected at most {len(rows)}, the number of questions, got {count}"
-        raise wrong("samples_each", problem, f"Pass --samples-each {len(rows)}")
+        problem = f"expected at most {len(rows)}, the number of questions, but got {count}"
+        raise wrong("samples_each", problem, f"For example, use --samples-each {len(rows)}")
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
     return shuffled[:count]
@@ -382,8 +384,8 @@ def _place_gold(row: Question, documents: int, position: str) -> list[Passage]:
     other_count = documents - len(row.gold)
     if not 0 <= other_count <= len(row.near):
         most = len(row.gold) + len(row.near)
-        problem = f"expected {len(row.gold)} to {most}, which {row.name} has, got {documents}"
-        raise wrong("documents", problem, "Pass another --documents")
+        problem = f"expected {len(row.gold)} to {most}, which {row.name} has, but got {documents}"
+        raise wrong("documents", problem, "Use a different value for --documents")
     before = {"beginning": 0, "middle": other_count // 2, "end": other_count}[position]
     others = row.near[:other_count]
     return [*others[:before], *row.gold, *others[before:]]
@@ -407,8 +409,10 @@ def read_rows(path: Path) -> list[Question]:
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        problem = f"expected a file of JSON lines in UTF-8, or a .gz of one, got {path}: {reason}"
-        raise wrong("data", problem, "Pass another file", DocumentError) from None
+        problem = (
+            f"expected a file of JSON lines in UTF-8, or a .gz of one, but got {path}: {reason}"
+        )
+        raise wrong("data", problem, "Use a different file", DocumentError) from None
     records = parse_json_lines(text.split("\n"), _FIELDS, path, _REMEDY)
     return [_parse_question(record, path, f"line {number}") for number, record in records.items()]
 
@@ -435,7 +439,7 @@ def _parse_question(record: Row, path: Path, name: str) -> Question:
     ]
     gold = tuple(passage for document, passage in passages if document["isgold"])
     if not gold:
-        problem = f"expected a document with isgold in the ctxs of {place}, got none"
+        problem = f"expected a document with isgold in the ctxs of {place}, but got none"
         raise wrong("data", problem, _REMEDY, DocumentError)
     return Question(
         name=name,

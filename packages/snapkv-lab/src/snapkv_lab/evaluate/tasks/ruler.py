@@ -345,7 +345,7 @@ def _question_answering(dataset: CorpusName) -> Generator:
         questions = load_corpus(dataset).questions
         if wanted.index >= len(questions):
             problem = f"{dataset} has only {len(questions)} questions, and not all of them fit"
-            raise wrong("samples_each", problem, "Pass a smaller number")
+            raise wrong("samples_each", problem, "Use a smaller value")
         question, documents, places = questions[wanted.index], _documents(dataset), _places(dataset)
         own, near = ([places[one] for one in some] for some in (question.gold, question.near))
         if dataset == "hotpotqa":  # the official suite draws from them in this order
@@ -503,8 +503,8 @@ class Ruler(HaystackTask):
                 if count == self.samples_each:
                     return
             elif index + 1 - count > _PATIENCE + count:
-                problem = f"expected room for a sample of {task}, got {length} tokens"
-                raise wrong("lengths", problem, "Pass a larger length, or leave the task out")
+                problem = f"the length is too small for a sample of {task}, but got {length} tokens"
+                raise wrong("lengths", problem, "Use a larger length, or remove this task")
 
 
 def _sample(task: str, name: str, wanted: PuzzleRequest, parts: int) -> Sample:

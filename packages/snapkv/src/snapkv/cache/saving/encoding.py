@@ -90,8 +90,8 @@ def decode_layer(
     if saved["kind"] != own:
         raise wrong(
             "model",
-            f"expected a layer of the kind {saved['kind']}, as in the saved cache, got {own}",
-            "Load the cache with the release of transformers that saved it",
+            f"expected a layer of type {saved['kind']}, as in the saved cache, but got {own}",
+            "Load the cache with the same version of transformers that was used to save it",
             CacheMismatchError,
         )
 
@@ -168,7 +168,7 @@ def _fill_other(layer: Any, state: dict[str, Any], device: torch.device) -> None
             "path",
             f"the file has values for {', '.join(sorted(unknown))}, which a "
             f"{type(layer).__name__} of the installed transformers does not have",
-            "Load the cache with the release of transformers that saved it",
+            "Load the cache with the same version of transformers that was used to save it",
             CacheFileError,
         )
     vars(layer).update(state)

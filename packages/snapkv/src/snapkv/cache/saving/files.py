@@ -63,9 +63,9 @@ def write_sealed(
     if path.is_dir() or is_stream(path) or not _is_free_or_saved(path):
         raise wrong(
             "path",
-            f"expected a new file or a saved cache to replace, got {str(path)!r}, which is neither "
-            "and was not changed",
-            "Choose another name",
+            f"the file {str(path)!r} already exists and is not a saved cache, so it was not "
+            "changed",
+            "Choose a different file name",
             CacheFileError,
         )
     from safetensors.torch import save_file  # imports torch, which listing files does not need
@@ -80,8 +80,8 @@ def write_sealed(
         reason = getattr(error.__cause__, "strerror", None) or error
         raise wrong(
             "path",
-            f"cannot write a cache to {str(path)!r}: {reason}",
-            "Choose another place",
+            f"the cache could not be written to {str(path)!r}: {reason}",
+            "Choose a different folder",
             CacheFileError,
         ) from error
 
@@ -115,7 +115,7 @@ def read_sealed(path: Path) -> SealedFile:
             it has changed since it was written.
     """
     if is_stream(path):  # opening a pipe would wait for its other end
-        raise _damaged(path, "it is no regular file")
+        raise _damaged(path, "this is not a regular file")
     try:
         with path.open("rb") as file:
             _require_seal(file, path)
@@ -135,9 +135,9 @@ def read_sealed(path: Path) -> SealedFile:
     if metadata.get("format") != f"{_FORMAT}{_VERSION}":
         raise wrong(
             "path",
-            f"expected a file of the format {f'{_FORMAT}{_VERSION}'!r}, got "
-            f"{metadata.get('format')!r}, which is another version, at {str(path)!r}",
-            "Read the text of the cache again",
+            f"expected a file with the format {f'{_FORMAT}{_VERSION}'!r}, but got "
+            f"{metadata.get('format')!r}, which is a different version, in {str(path)!r}",
+            "Read the text with the model again, and save the new cache",
             CacheFileError,
         )
     return SealedFile(tensors, notes)
@@ -164,8 +164,8 @@ def seal_of(path: Path, *, checked: bool = True) -> str:
 
 
 def _missing(path: Path) -> SnapKVError:
-    problem = f"expected a saved cache, got no file at {str(path)!r}"
-    return wrong("path", problem, "Save one with cache.save(path)", CacheFileError)
+    problem = f"expected a saved cache, but there is no file with the name {str(path)!r}"
+    return wrong("path", problem, "Use cache.save(path) to save a cache", CacheFileError)
 
 
 def _without_views(tensor: "Tensor") -> "Tensor":
@@ -229,8 +229,8 @@ def _digest(file: BinaryIO, start: int) -> str:
 def _damaged(path: Path, reason: str) -> SnapKVError:
     return wrong(
         "path",
-        "expected a cache that cache.save has written, without any change since, got "
+        "expected a file that was written by cache.save and not changed since then, but got "
         f"{str(path)!r}: {reason}",
-        "Save the cache again",
+        "Save the cache again, or use a different file",
         CacheFileError,
     )

@@ -46,11 +46,11 @@ def from_record(content: str) -> dict[str, Any]:
         record = json.loads(content)
         document, found, sealed = record["document"], record["format"], record["sha256"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise LibraryError(f"it is no record of a document ({error!r})") from error
+        raise LibraryError(f"the file is not the record of a document ({error!r})") from error
     if found != _FORMAT:
-        raise LibraryError(f"its format is {found!r}, not {_FORMAT!r}")
+        raise LibraryError(f"the format of the file is {found!r}, but {_FORMAT!r} was expected")
     if _digest_of(document) != sealed or not isinstance(document, dict):
-        raise LibraryError("it is not what was written")
+        raise LibraryError("the content of the file has changed since it was written")
     return document
 
 
@@ -74,4 +74,4 @@ def seal_fault(path: Path, seal: str, *, checked: bool) -> str | None:
             return None
     except CacheFileError as error:
         return str(error)
-    return "it is another file than the one that was written"
+    return "the file is not the same as the one that was written"

@@ -56,7 +56,7 @@ def replacing(path: Path, *, sweep: bool = True) -> Iterator[Path]:
     partial = target.with_name(f".{name}.{uuid.uuid4().hex}.partial")
     with naming(path):
         if target.is_dir() or is_stream(target):
-            raise OSError("it is no regular file")
+            raise OSError("this is not a regular file")
         try:
             if sweep:
                 _remove_abandoned(target)
@@ -149,8 +149,8 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise wrong(
             "output",
-            f"cannot write {str(path)!r}: {error.strerror or error}",
-            "Free some space, or choose another place",
+            f"the file {str(path)!r} could not be written: {error.strerror or error}",
+            "Free some disk space, or choose a different folder",
             OutputError,
         ) from error
 

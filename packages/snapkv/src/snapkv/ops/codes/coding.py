@@ -262,8 +262,8 @@ def _require_range(largest: float, bits: int) -> None:
     """
     most = torch.finfo(torch.float32).max / 2
     if not largest <= most:  # also true for NaN
-        problem = f"expected keys and values of at most {most:.1e} for {bits} bits, got {largest}"
-        raise wrong("quantize", problem, "Leave quantize out")
+        problem = f"the largest value for {bits} bits is {most:.1e}, but got {largest}"
+        raise wrong("quantize", problem, "Remove the argument quantize")
 
 
 def _padded(states: Tensor, missing: int) -> Tensor:

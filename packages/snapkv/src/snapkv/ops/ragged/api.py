@@ -68,8 +68,8 @@ def ragged_attention(
         reason = flash.obstacle(inputs, values, layout)
         fits = reason is None
     if impl == "flash" and reason is not None:
-        problem = f"expected an implementation that can run here, got 'flash' {reason}"
-        raise wrong("impl", problem, "Pass impl='auto'")
+        problem = f"the implementation 'flash' cannot be used {reason}"
+        raise wrong("impl", problem, "Set impl='auto' to choose an implementation automatically")
     attend = implementation(
         "ragged_attention",
         impl,

@@ -63,7 +63,7 @@ def obstacle(inputs: TailInputs, values: Tensor, layout: RaggedLayout) -> str | 
     """Return the reason why this implementation cannot be used, or None if it can."""
     queries = inputs.queries
     if queries.device.type != "cpu":
-        return "beyond a CPU"
+        return "on a device that is not a CPU"
     if torch.is_grad_enabled() and (queries.requires_grad or values.requires_grad):
         return "with gradients"
     if inputs.score_options.softcap is not None:
