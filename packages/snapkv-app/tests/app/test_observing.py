@@ -61,5 +61,5 @@ def test_latent_attention_is_not_recorded(kind):
 
 
 def test_layer_with_both_states_and_tokens_is_refused_for_recording():
-    with pytest.raises(UnsupportedModelError, match=r"model: .* got 0 of 3 in \w+\. Read"):
+    with pytest.raises(UnsupportedModelError, match=r"model: .* but only 0 of 3 in \w+ do\. Read"):
         SharedReading(small_model("hybrid"), tokens(60))

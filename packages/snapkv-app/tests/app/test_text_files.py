@@ -257,10 +257,10 @@ def misspelt(folder):
         (bad_file("image.png", b"\x89PNG\0\0"), "got a PNG image in"),
         (bad_file("image.raw", b"\x01\0\0"), "got binary data"),
         (bad_file("old.txt", "Zoë".encode("latin-1")), "got byte 0xeb at offset 2"),
-        (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "'klingon', which is declared"),
+        (bad_file("odd.html", b'<meta charset="klingon"><p>x</p>'), "declares 'klingon', which"),
         (
             bad_file("odd.html", b'<meta charset="undefined"><p>x</p>'),
-            "'undefined', which is declared",
+            "declares 'undefined', which is not",
         ),
         (bad_file("broken.pdf", b"%PDF-1.7\ngarbage"), "expected a complete document"),
         (bad_file("cut.pdf", b"%PDF-1.7\n"), ". Download or export the file again."),

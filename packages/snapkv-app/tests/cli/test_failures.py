@@ -122,7 +122,7 @@ def test_full_standard_output_is_reported_in_one_line(arguments, unbuffered):
         environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
         done = run_python("-m", "snapkv_app", *arguments, stdout=full, env=environment)
     assert done.returncode == 1
-    said = "output: standard output cannot be written (No space left on device)"
+    said = "output: standard output could not be written (No space left on device)"
     assert done.stderr.startswith(f"snapkv: error: {said}")
     assert done.stderr.count("\n") == 1
 

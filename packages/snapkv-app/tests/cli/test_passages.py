@@ -70,7 +70,7 @@ def test_too_long_text_is_refused_with_a_command_that_answers(snapkv, refused, t
     said = refused(*asked)
     assert "prompt: the prompt of 4,266 tokens and an answer of up to 2 do not fit into" in said
     told, _, command = said.strip().rpartition(", run: ")
-    assert re.search(r"match the question best, 1,022 tokens in about \d+ s$", told)
+    assert re.search(r"match the question best, 1,022 tokens in about \d+ seconds$", told)
     assert command == shlex.join(["snapkv", *map(str, asked), "--passages", "1022"])
     done = snapkv(*shlex.split(command)[1:])
     assert done.status == 0
@@ -79,7 +79,10 @@ def test_too_long_text_is_refused_with_a_command_that_answers(snapkv, refused, t
 
 @pytest.mark.parametrize(
     ("speed", "told", "limit"),
-    [(20.01, "600 tokens in about 30 s", "600"), (4, "512 tokens in about 128 s", "512,256s")],
+    [
+        (20.01, "600 tokens in about 30 seconds", "600"),
+        (4, "512 tokens in about 128 seconds", "512,256s"),
+    ],
 )
 def test_fewer_tokens_are_suggested_for_a_slow_model(
     snapkv, refused, long, machine, speed, told, limit
@@ -133,8 +136,8 @@ def test_passage_that_is_too_long_for_the_time_is_refused(snapkv, refused, long,
     machine.speed = lambda now: 2
     asked = ("ask", long, *QUESTION, "--max-new-tokens", 1, "--passages")
     tokens, needed, limit = re.search(
-        r"passages: reading one passage, (\d+) tokens, takes about (\d+) s here, and 60 of 60 s "
-        r"are left\. Pass --passages (\S+), or choose a smaller model",
+        r"passages: reading one passage of (\d+) tokens takes about (\d+) seconds on this machine, "
+        r"but only 60 of the 60 seconds are left\. Use --passages (\S+) to allow more time, or",
         refused(*asked, "2k"),
     ).groups()
     assert int(needed) == pytest.approx(int(tokens) / 2, abs=1)

@@ -129,7 +129,7 @@ def test_document_above_the_limit_fails_and_evicts_nothing(library, tiny):
     assert len(list((library.path / "caches").iterdir())) == 3
     with pytest.raises(InvalidArgumentError, match="Use snapkv library limit"):
         library.limit(sizes["lease"] - 1)
-    with pytest.raises(InvalidArgumentError, match="would evict 2 of 3 documents"):
+    with pytest.raises(InvalidArgumentError, match="would evict 2 of the 3 documents"):
         library.limit(sizes["lease"])
     assert library.about.max_bytes == sum(sizes.values())
     gone = library.limit(sizes["lease"], evict=True)
