@@ -66,7 +66,8 @@ class Conversation:
     Raises:
         InvalidArgumentError: the policy reads prompts twice, or it evicts while generating and
             `recall` is neither None nor "none".
-        UnsupportedModelError: the model's cache cannot be compressed.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has no gate for
+            a policy that needs one.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Conversation:
                 contain the protected texts.
             PromptTooLongError: the conversation and the answer need more positions than the model
                 has.
+            UnsupportedModelError: the model cannot read prompts by the `prefill` that was passed.
             OutOfMemoryError: the device is full.
         """
         require_question(question)
@@ -332,19 +334,22 @@ def joined(
 ) -> Tensor:
     """Append a new turn to the tokens of a conversation.
 
-    With a chat template, exactly one end token comes between the last answer and the new turn: that
-    of the answer is removed if the turn begins with it. Without a chat template, it is always
-    removed, and the turn follows the text of the answer.
+    An end token at the end of the last answer is removed if the turn begins with the same token,
+    which would otherwise occur twice. Without a chat template it is always removed, so that the
+    turn follows the text of the answer. Any other end token of an answer stays, and an answer that
+    was cut off gets none.
 
     Args:
         loaded: the model and its tokenizer.
-        ids: (1, T) int64, the tokens of the conversation, which end with an answer.
+        ids: (1, T) int64, the tokens of the conversation, which end with an answer; T is at least
+            1.
         turn: the question, as the chat template or `next_turn` writes it.
-        settings: has further tokens that end an answer.
+        settings: names further tokens that end an answer, besides those of the model.
         is_chat: whether a chat template has written `turn`.
 
     Returns:
-        (1, T + new) int64, on the device of `ids`; a new tensor.
+        (1, T + new) int64, or (1, T - 1 + new) if an end token was removed; a new tensor on the
+        device of `ids`.
 
     Raises:
         InvalidArgumentError: the tokenizer turns ordinary words of the turn into control tokens.

@@ -136,10 +136,11 @@ def _serve(most_memory: int) -> None:
 
 
 def _answer(form: str, name: str, data: bytes, most: int) -> dict[str, Any]:
-    """Return the answer for one document, which JSON can represent.
+    """Read one document, and return the result or the error as a dict that JSON can represent.
 
     Returns:
-        "text" and "losses"; or "error", a message; or "missing", the name of a package that is not
+        "text" and "losses", which are the two results of `DocumentProcess.read`; or "error" alone,
+        the message of a DocumentError; or "missing" alone, the name of a package that is not
         installed. Empty if the text has more than `most` bytes in UTF-8.
     """
     from snapkv_app.documents import read_document

@@ -141,6 +141,10 @@ def hub_options(
         revision: a branch, tag or commit.
         also: further names that an error may suggest.
 
+    Returns:
+        "revision"; and "local_files_only" if the hub does not answer, so that the model is loaded
+        from the hub's cache.
+
     Raises:
         InvalidArgumentError: `revision` is passed for a model that is not on the hub.
         ModelNotFoundError: the model is not in the hub's cache, and the hub does not answer or this
@@ -222,7 +226,13 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
 def place_of(name: str) -> str:
     """Return the folder or hub id of a model; a GGUF file is converted first.
 
-    The errors are those of `locate`.
+    Whether the hub has a model is not checked.
+
+    Raises:
+        ModelNotFoundError: there is no file or folder with that name, and it cannot be a hub id.
+        InvalidArgumentError: a GGUF file cannot be converted.
+        MissingDependencyError: the demo model, or a package that reads GGUF files, is not
+            installed.
     """
     return locate(name).place
 

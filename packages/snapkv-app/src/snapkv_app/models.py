@@ -53,16 +53,25 @@ class LoadedModel:
         return self.max_tokens is None or tokens <= self.max_tokens
 
     def completed(self, policy: Policy) -> Policy:
-        """Return the policy with the tokenizer and the gate of this model, if it needs them.
+        """Return the policy with the token ids and the gate that it needs and does not have yet.
+
+        The ids come from the tokenizer of this model, and the gate is the one that was fitted to
+        it. Policies inside the policy get a gate as well. A policy that needs neither is returned
+        itself, otherwise a copy.
 
         Raises:
             InvalidArgumentError: the policy has a gate that was fitted to another model.
-            UnsupportedModelError: the policy needs a gate, and none was fitted to this model.
+            UnsupportedModelError: the policy needs a gate and has none, and none was fitted to this
+                model.
         """
         return with_known(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
-        """Return the facts about the model that every result contains."""
+        """Return the facts about the model that every result contains, as a new dict.
+
+        The keys are "name", "revision", "dtype" such as "bfloat16", "device", "attn_implementation"
+        such as "sdpa", and "max_tokens", which is None if there is no limit.
+        """
         attention = self.model.config.get_text_config(decoder=True)._attn_implementation
         return {
             "name": self.name,

@@ -207,7 +207,8 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
             shares.
 
     Raises:
-        UnsupportedModelError: the model has latent attention, whose heads share one stored state.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has latent
+            attention, whose heads share one stored state.
     """
     cache, logits = _read(model, ids, recorder)
     others = _other_layers(cache, recorder.layers)
@@ -238,7 +239,9 @@ def _other_layers(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[
 def record_prompt_twice(
     model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
 ) -> RecordedPrompt:
-    """Read and repeat a prompt, and record all layers for policies that read prompts twice.
+    """Record all layers of a prompt that the model reads and then repeats.
+
+    Policies that read prompts twice, such as `KVzip`, can compress the recording.
 
     Args:
         model: the model.
@@ -249,7 +252,8 @@ def record_prompt_twice(
 
     Raises:
         InvalidArgumentError: the policy does not read prompts twice, or cannot read this one.
-        UnsupportedModelError: the model has latent attention.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has latent
+            attention.
     """
     cache = CompressedCache(model, policy)
     layers = read_layers(model, ids, cache, instruction_ids=instruction_ids)

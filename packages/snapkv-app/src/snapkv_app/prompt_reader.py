@@ -86,7 +86,11 @@ class PromptReader:
             quantize: as for `CompressedCache`.
 
         Raises:
-            SnapKVError: as for `answering.answer`.
+            PromptTooLongError: prompt and answer need more positions than the model has.
+            InvalidArgumentError: the policy cannot compress this prompt, or protected tokens do not
+                occur in it or do not fit into the budget.
+            UnsupportedModelError: the model's cache cannot be compressed.
+            OutOfMemoryError: the device is full, also without the shared prefill.
         """
         read = partial(
             answer,
@@ -115,6 +119,9 @@ class PromptReader:
 
         This computes the shared prefill unless that was done before. The context manager does
         nothing if every method reads the prompt by itself.
+
+        Raises:
+            InvalidArgumentError: there is no token before or after the hidden question.
         """
         shared = self._reading()
         return contextlib.nullcontext() if shared is None else shared.given()

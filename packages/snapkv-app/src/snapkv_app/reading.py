@@ -90,9 +90,10 @@ _SPEED_TOKENS = 64
 
 
 def reading_speed(model: Any) -> float:
-    """Measure how many tokens the model reads in a second, with two passes over 64 tokens.
+    """Measure how many tokens per second the model reads.
 
-    The second of two passes is measured, since the first one also loads the weights.
+    It reads 64 tokens twice, and only the second pass counts, since the first one also loads the
+    weights.
     """
     ids = torch.zeros(1, _SPEED_TOKENS, dtype=torch.int64, device=device_of(model))
     with torch.inference_mode():
