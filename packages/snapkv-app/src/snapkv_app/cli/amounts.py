@@ -104,8 +104,8 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
         least: the smallest allowed number of tokens; None if the caller checks the number.
 
     Returns:
-        The budget in the form that policies take: an int; "auto", or a dictionary with its
-        parameters; or bytes as they were typed.
+        The budget in the form that policies take: an int for tokens; "auto", or a dict with the key
+        "auto" and a dict of its parameters; or a text for bytes, as it was typed.
 
     Raises:
         InvalidArgumentError: `text` is not a budget, the number is below `least`, or a parameter of
@@ -220,7 +220,8 @@ def byte_count(name: str, text: str, before: str | None = None) -> int:
     Args:
         name: the name of the argument, for the error.
         text: the bytes as they were typed.
-        before: the part of the command line before the bytes, as in `count`.
+        before: the part of the command line before the bytes, for the example in the error. None
+            stands for the option called `name`.
 
     Raises:
         InvalidArgumentError: `text` is not a number with a unit.
@@ -302,7 +303,10 @@ class ReadingLimit:
         return str(self.tokens) if is_default else f"{self.tokens},{self.seconds}s"
 
     def longer(self, times: float) -> Self:
-        """Return a limit with `1 + times` times the seconds, rounded up, and the same tokens."""
+        """Return a new limit with the same tokens and `1 + times` times as many seconds.
+
+        The seconds are rounded up.
+        """
         return replace(self, seconds=math.ceil((1 + times) * self.seconds))
 
 

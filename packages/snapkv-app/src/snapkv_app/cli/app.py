@@ -56,9 +56,10 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def program(*names: str) -> typer.Typer:
-    """Import the named commands, or all of them, and return a program with these commands.
+    """Import the named commands, or all without a name, and return a program with them.
 
     Raises:
+        KeyError: there is no command with one of the names.
         MissingDependencyError: a command cannot be imported.
     """
     return _program(names or _places())
@@ -127,7 +128,11 @@ def _place(name: str) -> str:
 
 @functools.cache
 def _places() -> dict[str, str]:
-    """Return the entry point of every command by name, with the commands of other packages."""
+    """Return the entry point of every command, as "module:attribute", by the name of the command.
+
+    The commands that other installed packages have registered are included; one with the name of a
+    built-in command is ignored. Later calls return the same dict, which the caller must not change.
+    """
     from importlib.metadata import entry_points  # slow to import
 
     registered = {point.name: point.value for point in entry_points(group="snapkv.commands")}
@@ -218,10 +223,14 @@ class _LazyGroup(_Group):
         self.commands = _CommandList()  # type: ignore[assignment] # never changed
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        """Return the name, the imported command and the remaining arguments.
+        """Find and import the command that the first of the arguments names.
+
+        Returns:
+            The name, the imported command and the remaining arguments.
 
         Raises:
             MissingDependencyError: the command cannot be imported.
+            _UsageError: there is no such command.
         """
         name, found, rest = super().resolve_command(context, arguments)
         return name, found and _command(str(name)), rest
@@ -276,6 +285,9 @@ def run(arguments: list[str]) -> int:
 
     Returns:
         The exit status, see `snapkv_app.cli.main`. All errors are reported here and not raised.
+
+    Raises:
+        SystemExit: the shell asks for the completion of a command line.
     """
     try:
         with named_output() as output, messages_shown():

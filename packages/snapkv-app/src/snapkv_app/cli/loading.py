@@ -53,7 +53,10 @@ def load_model(options: ModelOptions) -> LoadedModel:
 
 
 def load_arguments(options: ModelOptions) -> dict[str, Any]:
-    """Return the arguments of `snapkv_app.models.load` for the options that are given."""
+    """Return the arguments with which `snapkv_app.models.load` follows the options.
+
+    They are a new dict, in which options that were not given are missing.
+    """
     given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
     return given if options.model is None else given | {"name": options.model}
 

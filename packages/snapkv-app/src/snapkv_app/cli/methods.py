@@ -32,17 +32,18 @@ RECORD = Path(__file__).with_name("methods.json")
 def methods() -> dict[str, dict[str, Any]]:
     """Return the `class`, the `summary` and the `parameters` of every method, by name.
 
-    Each parameter has a `type` and a `default`, as they are written on a command line.
+    Each parameter has a `type` and a `default`, as they are written on a command line. Every call
+    returns the same dict, which the caller must not change.
     """
     found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))
     return found
 
 
 def known_method(name: str, argument: str = "policy") -> str:
-    """Return the name of the method that is given by its name or its class.
+    """Return the name of a method, which may be given by the name of its class instead.
 
     Args:
-        name: the name or class.
+        name: the name of the method, such as "snapkv", or of its class, such as "SnapKV".
         argument: the name of the argument, for the error.
 
     Raises:
@@ -281,7 +282,7 @@ def require_values(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _require_values(found: Chosen) -> None:
-    """Check the parameters of a method and of those that it wraps, as `require_values` does.
+    """Check the values of the parameters of a method and of the methods that it wraps.
 
     Raises:
         InvalidArgumentError: a value is wrong.

@@ -109,6 +109,15 @@ def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[s
     The command has a larger budget. If the votes have chosen the budget, the command compares with
     the full cache instead, which shows whether a larger budget would help. There is no command if
     the answers are compared already, and none for a method without a budget.
+
+    Args:
+        answers: the answer of the compressed cache and, to compare, that of the full cache.
+        options: the options of the command.
+        typed: the command line, as it was typed.
+
+    Returns:
+        A note whose record has "share" and "peak", the fraction of votes that were lost and the
+        largest one of a single position; and "command". Each of them may be None.
     """
     ours, *full = answers
     change, gain = larger_budget(options, ours), "for a larger budget"
@@ -133,7 +142,8 @@ def _has_auto_budget(policy: Mapping[str, Any]) -> bool:
 def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
     """Return the note on whether the first `tokens` tokens of both answers are equal.
 
-    If they differ, its exit status is `DIFFERS`.
+    Its record has "tokens" and the fields of `Comparison`. If the tokens differ, its exit status is
+    `DIFFERS`.
     """
     found = Comparison.of_first(answer, full, tokens)
     if found.first_difference is None:
@@ -165,6 +175,9 @@ def compared_note(
         options: the options of the command.
         typed: the command line, as it was typed.
         exactly: the change of options that makes the prefill exact; empty if it is exact.
+
+    Returns:
+        A note whose record has the fields of `Comparison`, and "command", which may be None.
     """
     found = Comparison.of(ours, full)
     has_reason = not (found.same or options.temperature)  # sampled answers differ by chance

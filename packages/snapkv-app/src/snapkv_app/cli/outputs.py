@@ -55,9 +55,9 @@ class Output:
         return False
 
     def strangers(self, path: Path) -> list[str]:
-        """Return the names of foreign files in the folder, which forbid writing to it.
+        """Return the names of files in the folder `path` that forbid writing to it.
 
-        Without a special mark, no file does.
+        The list is empty for this class. A subclass may know foreign files.
         """
         return []
 

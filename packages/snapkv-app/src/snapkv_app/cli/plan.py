@@ -113,7 +113,9 @@ class PlanOptions:
 
 
 def memory_of(text: str) -> int:
-    """Parse the memory of a device: bytes with a unit, or the name of a card.
+    """Parse the memory of a device, and return it in bytes.
+
+    `text` is a number of bytes with a unit, or the name of a card.
 
     Raises:
         InvalidArgumentError: `text` is neither of them, or is a card that is sold with several
@@ -200,7 +202,10 @@ def plan_table(plan: Plan) -> Grid:
 
 
 def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
-    """Build a table with a row for each published shape, as `plan.shapes.described` returns it."""
+    """Build a table with a row for each published shape.
+
+    `shapes` has the result of `plan.shapes.described` for each shape, by its name.
+    """
     rows = [
         (
             name,

@@ -101,7 +101,7 @@ class Source(ABC):
 
     @abstractmethod
     def request(self) -> dict[str, Any]:
-        """Return what was asked, with the documents and warnings, for the JSON object."""
+        """Return the part of the JSON output that repeats what was asked, as a new dict."""
 
     def cited(self) -> list[str]:
         """Return the lines to print between an answer and its costs."""
@@ -142,7 +142,12 @@ class PromptSource(Source):
         return answer(self.loaded, self.prompt, policy, settings, protection=protection, **ways)
 
     def request(self) -> dict[str, Any]:
-        """Return the names of the documents, and warnings about them."""
+        """Return the part of the JSON output that repeats what was asked.
+
+        Returns:
+            A new dict with "documents", the names of the documents, and "warnings", the list of the
+            source's warnings itself. Subclasses add further keys.
+        """
         return {"documents": [each.name for each in self.documents], "warnings": self.warnings}
 
 
@@ -155,10 +160,12 @@ def open_prompt(
         kind: the class of the source.
         options: the options of the command.
         policy: the method that compresses the cache.
-        given: the other fields of the source.
+        given: the other fields of `kind`, except `protection`, `loaded` and `drafts`, which are
+            made here.
 
     Raises:
-        InvalidArgumentError: tokens cannot be drafted with these options.
+        InvalidArgumentError: tokens cannot be drafted with these options, or a text to protect is
+            empty.
         SnapKVError: the model cannot be loaded, or the prompt cannot be made.
     """
     given["protection"] = protection_of(options, system=kind.keeps_system)
@@ -187,7 +194,11 @@ class TextSource(PromptSource):
         return make(self.loaded.tokenizer, text, answer_start=self.options.answer_start)
 
     def request(self) -> dict[str, Any]:
-        """Return the names of the documents, warnings about them, and the text."""
+        """Return the part of the JSON output that repeats what was asked.
+
+        Returns:
+            A new dict with "documents", their names; "warnings" about them; and "prompt", the text.
+        """
         return super().request() | {"prompt": self.text}
 
 
@@ -238,7 +249,7 @@ class FilesSource(PromptSource):
 
     @property
     def _readings(self) -> int:
-        """How many times as long as a single pass the model needs to read the documents.
+        """The time of reading the documents, as a multiple of the time of a single pass.
 
         The second pass of KVzip takes about as long as two.
         """
@@ -291,9 +302,14 @@ class FilesSource(PromptSource):
         return len(self._prompt_about(read).encoded(self.loaded.tokenizer)[0])
 
     def request(self) -> dict[str, Any]:
-        """Return the documents, warnings about them, the question and the passages.
+        """Return the part of the JSON output that repeats what was asked.
 
-        "passages" is None if the documents were read in full.
+        Returns:
+            A new dict with "documents", their names; "warnings" about them; "question"; and
+            "passages", which is None if the documents were read in full. Otherwise it is a dict of
+            the numbers of passages that were "read", of all passages in "of", and of those
+            "fitting" into the number of tokens alone; and "places", each with "document" and
+            "lines".
         """
         about = super().request() | {"question": self.question, "passages": None}
         if found := self._excerpts:
@@ -402,7 +418,12 @@ class LibrarySource(Source):
         return {"answer_start": self.options.answer_start}
 
     def request(self) -> dict[str, Any]:
-        """Return the question, the library, the documents found in it, and warnings about them."""
+        """Return the part of the JSON output that repeats what was asked.
+
+        Returns:
+            A new dict with "library", its path; "recompute"; "sources", a dict for each document
+            with the fields of `Hit` except its key; "warnings"; and "question".
+        """
         sources = [asdict(hit) for hit in self.hits]
         return {
             "library": str(self.library.path),
@@ -436,7 +457,7 @@ def open_library(
         question: the question to answer.
         hits: the documents that match the question, the best match first.
         warnings: warnings about the documents. This function and the library add to the list.
-        given: the other fields of the source.
+        given: the fields `search_ms` and `typed` of the source.
 
     Returns:
         The source. If the documents are compressed and no option names a method or a parameter, its

@@ -105,12 +105,19 @@ class NamedStream:
 
 
 def write(text: str) -> None:
-    """Write to standard output, and escape control characters if it is a terminal."""
+    """Write a text to standard output at once, with control characters escaped on a terminal.
+
+    Characters that standard output cannot encode are escaped, too. A failed write raises an
+    OutputError within `named_output`.
+    """
     write_drawn(without_controls(text) if sys.stdout.isatty() else text)
 
 
 def write_drawn(text: str) -> None:
-    """Write to standard output with control characters, and escape those it cannot encode."""
+    """Write a text to standard output at once, with its control characters, such as colors.
+
+    Characters that standard output cannot encode are escaped.
+    """
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()

@@ -159,10 +159,10 @@ def _require_compatible(cache: CompressedCache, held: Evenness) -> None:
         held: which tokens the joined layers store.
 
     Raises:
-        InvalidArgumentError: the heads store different numbers of tokens, and the policy evicts
-            after every token. Or they store equally many, and the policy reads prompts twice, needs
-            the queries of the documents, which are not stored, or cannot select from the tokens
-            that are left. Or an option of the cache needs tokens that the parts have evicted.
+        InvalidArgumentError: an option of the cache needs tokens that the parts have evicted. If
+            the heads store different numbers of tokens: the policy evicts after every token. If
+            they store equally many: the policy reads prompts twice, needs the queries of the
+            documents, which are not stored, or cannot select from the tokens that are left.
     """
     policy = cache.policy
     if held == "uneven":

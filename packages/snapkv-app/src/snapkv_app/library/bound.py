@@ -79,6 +79,7 @@ class SizeLimit:
         """Count a document that was written, and return the documents to evict for it.
 
         From now on the returned documents do not count any more, and the caller must remove them.
+        They are also added to `evicted`. The least recently used one comes first.
 
         Raises:
             InvalidArgumentError: the document does not fit, as for `too_many`; it is not counted.

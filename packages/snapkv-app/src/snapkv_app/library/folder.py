@@ -104,7 +104,7 @@ class Folder:
 
     @property
     def was_begun(self) -> bool:
-        """Whether a process has begun to add documents."""
+        """Whether a process has ever begun to change the library, even if it was stopped early."""
         return (self.path / _LOCK).exists()
 
     def begin(self, about: About) -> None:
@@ -252,7 +252,8 @@ class Folder:
     def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
         """Return the fault of the cache file of a document; None if it is undamaged.
 
-        A missing file counts as damaged, and so does another one than was written with the record.
+        A missing file counts as damaged, and so does a file other than the one that was written
+        with the record.
 
         Args:
             record: the document.
@@ -297,8 +298,8 @@ class Folder:
         that are left.
 
         Yields:
-            The keys of the documents that have been written or removed so far. `write` and `remove`
-            add to this set.
+            The keys of the documents that have been written or removed in this block so far. It is
+            empty at first, and `write` and `remove` add to it.
 
         Raises:
             LibraryError: another process holds the lock.
@@ -418,10 +419,12 @@ class Folder:
         """Remove documents, and return their records in the order of the keys.
 
         Every record is removed before its cache file, so that no reader looks for a missing file.
-        Unknown keys and damaged records are ignored. The caller must hold the lock.
+        The cache file and the time of the last question stay if they cannot be removed. Unknown
+        keys and damaged records are ignored. The caller must hold the lock, and must not pass a key
+        twice.
 
         Raises:
-            OutputError: a record cannot be removed.
+            OutputError: a record cannot be removed; the documents before it are gone already.
         """
         keys = list(keys)
         self._changed.update(keys)

@@ -258,9 +258,10 @@ _LONE = (
 
 
 def fault_of(folder: Folder) -> Fault | None:
-    """Return the fault of the index file of a folder; None if it is missing or undamaged.
+    """Check the full-text index of a library, and return how it is damaged.
 
-    The file is not changed. A file of another version counts as undamaged, because the next search
+    None if the index file is missing or undamaged. The file is not changed. A file of another
+    version counts as undamaged, because the next search
     replaces it. So does a file that cannot be opened now, see `cannot_be_written`.
     """
     file = folder.index_file

@@ -127,11 +127,12 @@ class Library:
         return list(records.values())
 
     def required(self) -> About:
-        """Return the description of how documents are read.
+        """Return the description of how documents are read, as `about`, but never None.
 
         Raises:
             LibraryError: there is no library yet. The message says whether another process is
                 reading its first document, or was stopped before the end of that document.
+            OutputError: there is no library yet, and the file system cannot lock files.
         """
         about = self._folder.about()
         if about is None:
@@ -192,8 +193,9 @@ class Library:
             on_progress: called before every document.
 
         Returns:
-            The outcome of every document, in order, followed by those of the documents that were
-            evicted because of a limit, see `limit`. A document that is repeated has one outcome.
+            The outcome of every document, in order, followed by one outcome "evicted" for each
+            document that was evicted because of a limit, see `limit`. A document that is repeated
+            with the same text has one outcome.
 
         Raises:
             LibraryError: the model, the tokenizer, the policy or the bits are not those of this
@@ -683,7 +685,10 @@ class Library:
 
 
 def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
-    """Return the keys of all documents that have the same name as one of the texts, by name."""
+    """Return the keys of the stored documents with the name of each text, by this name.
+
+    The set of keys is empty if no document has the name.
+    """
     return {text.name: {entry.key for entry in index.named(text.name)} for text in texts}
 
 

@@ -40,7 +40,9 @@ class Request(metaclass=WithParameters):
         bits: the bits of keys and values, such as "int4" or "K8V4"; None for unquantized.
 
     Raises:
-        InvalidArgumentError: a value is out of range or contradicts another.
+        InvalidArgumentError: a number is out of range; `budget` and `keep_ratio` are both passed;
+            the budget is "auto"; `bits` is not a known name; or `memory_bytes` is not more than
+            `reserve_bytes`.
         InvalidTypeError: a value has the wrong type.
     """
 
@@ -111,7 +113,7 @@ class Costs:
 
     @cached_property
     def layer_costs(self) -> list[TokenCost]:
-        """The bytes of one token in every layer that can be compressed."""
+        """The bytes of one token in every layer that can be compressed, for all heads together."""
         model, bits = self.footprint, self.request.codes
         return [token_cost(layer, bits) for layer in model.full_layers]
 
@@ -254,9 +256,10 @@ class Costs:
         )
 
     def _parts(self, kept: Sequence[int], new_tokens: int) -> Iterator[tuple[FullLayer, int, int]]:
-        """Yield each layer, the bytes of its codes, and the number of its unquantized tokens.
+        """Yield each full-attention layer, the bytes of its codes, and its unquantized tokens.
 
-        Generated tokens are quantized when they fill a block.
+        Codes are the quantized form, so their bytes are 0 without quantization. The unquantized
+        tokens are a number. Generated tokens are quantized when they fill a block.
 
         Args:
             kept: the number of kept tokens of the prompt in every layer.

@@ -133,10 +133,10 @@ def gpu_step_ms(costs: Costs, batch: int, *, compressed: bool) -> float:
 
 
 def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
-    """Return the smallest batch for which the compressed cache decodes `speedup` times as fast.
+    """Return the fewest rows at which a compressed cache decodes `speedup` times as fast.
 
-    It is compared with the full cache at the same batch. Both times are estimates for a GPU, see
-    `gpu_step_ms`.
+    It is compared with the full cache in a batch of equally many rows. Both times are estimates for
+    a GPU, see `gpu_step_ms`.
 
     Returns:
         The number of rows; None if it would be above 1,024.
