@@ -86,7 +86,10 @@ class Comparison:
 
     @classmethod
     def of_tokens(cls, ours: Sequence[int], theirs: Sequence[int]) -> Self:
-        """Compare two sequences of tokens; a longer one differs where the other has ended."""
+        """Compare two sequences of tokens.
+
+        If one is longer, it differs at the place where the other has ended.
+        """
         pairs = itertools.zip_longest(ours, theirs)
         place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
         return cls(same=place is None, first_difference=place)

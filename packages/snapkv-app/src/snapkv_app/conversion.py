@@ -165,7 +165,7 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _bar_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bar for GGUF files on terminals only, within this block."""
+    """Hide transformers' progress bar for GGUF files within this block, except on a terminal."""
     gguf_reading.tqdm = functools.partial(_draw_progress, disable=None, leave=False)
     try:
         yield

@@ -34,7 +34,7 @@ class DocumentProcess:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the process, if it is running; the next `read` starts another one."""
+        """End the process at once, if it is running; the next `read` starts another one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -94,7 +94,10 @@ def _byte(escaped: re.Match[bytes]) -> bytes:
 
 
 def _has_text(file: str) -> bool:
-    """Return whether a file exists and is not empty; True if its size cannot be determined."""
+    """Return whether a file exists and is not empty.
+
+    An existing file whose size cannot be determined counts as not empty.
+    """
     try:
         return os.stat(file).st_size > 0
     except OSError:

@@ -64,7 +64,10 @@ def tokens_between(offsets: Sequence[Span], start: int, stop: int) -> Span:
 
 
 def generation_tokens(tokenizer: Any) -> int:
-    """Return how many tokens a chat template writes before an answer; 0 without a template."""
+    """Return how many tokens a chat template writes after a message to begin an answer.
+
+    0 if the tokenizer has no chat template.
+    """
     if not tokenizer.chat_template:
         return 0
     turns = [{"role": "user", "content": "What?"}]

@@ -161,7 +161,7 @@ class PassageChoice:
 
 
 def _joined(chosen: Iterable[Part]) -> list[Part]:
-    """Return the parts in the order of the text, merged where they overlap or touch each other."""
+    """Sort parts by document and position, and merge those that overlap or touch each other."""
     parts: list[Part] = []
     for place, (start, stop) in sorted(chosen):
         last, (begin, end) = parts[-1] if parts else (-1, (0, 0))

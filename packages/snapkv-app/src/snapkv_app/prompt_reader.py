@@ -127,7 +127,13 @@ class PromptReader:
         return contextlib.nullcontext() if shared is None else shared.given()
 
     def _reading(self) -> SharedReading | None:
-        """Return the shared prefill, computed at the first call; None if methods read alone."""
+        """Return the shared prefill, which the first call computes and stores.
+
+        None if every method reads the prompt by itself. Once it is None, it stays None.
+
+        Raises:
+            InvalidArgumentError: there is no token before or after the hidden question.
+        """
         if self._shares and self._shared is None:
             self._shared = self._read()
             self._shares = self._shared is not None

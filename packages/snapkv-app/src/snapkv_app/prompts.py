@@ -179,7 +179,10 @@ class Prompt:
         )
 
     def _cuts(self, tokenizer: Any) -> Sequence[int]:
-        """Return the ascending positions at which control words of the content are cut."""
+        """Return the ascending positions of characters at which control words must be cut.
+
+        Without a chat template, all control words of the text are cut.
+        """
         if self.has_special_tokens:
             return self.cuts
         return unquoted(quoted(tokenizer, self.text))[1]

@@ -170,7 +170,7 @@ class _FlagsWithoutType:
     """A mixin for commands and groups, whose help shows no type after flags."""
 
     def get_params(self, context: Any) -> list[Any]:
-        """Return the parameters as the base class does, without the type of flags."""
+        """Return the parameters of the base class, in which flags have lost their type in place."""
         parameters: list[Any] = super().get_params(context)  # type: ignore[misc] # the other base's
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):

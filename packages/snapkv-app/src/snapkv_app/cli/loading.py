@@ -75,7 +75,7 @@ def load_other(name: str, options: ModelOptions) -> LoadedModel:
 
 
 def say_if_demo(loaded: LoadedModel) -> None:
-    """If the demo model is loaded, warn on standard error that its answers are often wrong."""
+    """Warn on standard error that answers are often wrong, if the demo model has been loaded."""
     if loaded.name == DEMO:
         sys.stderr.write(
             "snapkv: this is the demo model, a small model for trying the commands, whose answers "
@@ -129,7 +129,7 @@ class ReadingBar:
         self.bar.reset(self.task, description=f"{description}, {done + 1:,} of {total:,}")
 
     def before(self, on_text: TextSink) -> TextSink:
-        """Return a sink that removes the bar and then passes each text on to `on_text`."""
+        """Return a function that passes each text on to `on_text`, and removes the bar before."""
 
         def write(text: str) -> None:
             self.bar.stop()

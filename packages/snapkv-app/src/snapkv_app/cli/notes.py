@@ -56,7 +56,11 @@ def is_little_lost(report: Mapping[str, Any]) -> bool | None:
 
 
 def format_lost_votes(report: Mapping[str, Any]) -> str:
-    """Return the table cell for the share of lost votes, in percent; "-" if it is unknown."""
+    """Return the table cell for the votes that a compressed cache has lost.
+
+    It is the share in percent, such as "12 %"; "nothing was dropped"; or "-" if the share is
+    unknown. `report` is the report of the cache.
+    """
     if drops_nothing(report):
         return "nothing was dropped"
     share = report.get("lost_votes")
@@ -132,7 +136,10 @@ def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[s
 
 
 def _has_auto_budget(policy: Mapping[str, Any]) -> bool:
-    """Return whether the votes choose the budget of a method, or of the method that it wraps."""
+    """Return whether the votes choose the budget of a method, or of the method that it wraps.
+
+    `policy` has the name and the parameters of the method, as `Policy.describe` returns them.
+    """
     budget, inner = policy.get("budget"), policy.get("policy")
     if isinstance(inner, Mapping):
         return _has_auto_budget(inner)

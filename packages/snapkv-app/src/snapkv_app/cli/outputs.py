@@ -36,7 +36,10 @@ class Output:
     beside: tuple[str, ...] = ()
 
     def targets(self, path: Path) -> list[Path]:
-        """Return the files that are written for the value `path` of the option."""
+        """Return the files that a command writes for the value `path` of the option.
+
+        They are the files in the folder `path`, or `path` itself and then the files beside it.
+        """
         if self.files:
             return [path / name for name in self.files]
         endings = self.beside if path.name else ()  # the folder "." is refused later

@@ -241,14 +241,18 @@ def _in_bits(request: Request) -> str:
 
 
 def _describe_weights(model: Footprint) -> str:
-    """Return the dtype of the weights, and their quantization if the plan counts it."""
+    """Return the dtype, and after it the quantization of the weights if the plan counts it."""
     if model.quantization is None or not is_counted(model.quantization):
         return model.dtype
     return f"{model.dtype}, weights in {model.quantization}"
 
 
 def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
-    """Return the cells of a column of the plan's table, by the heading of their row."""
+    """Return the cells of a column of the plan's table, by the heading of their row.
+
+    There are no cells about what fits without a size of memory, and none about time without a
+    bandwidth.
+    """
     cells = {
         "cache after the prompt": format_bytes(needs.cache_bytes),
         "prefill peak, weights excluded": format_bytes(needs.prefill_peak_bytes),

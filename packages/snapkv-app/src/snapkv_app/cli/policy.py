@@ -108,7 +108,7 @@ def named_policies(
 
 
 def _format_budget(budget: int | str | dict[str, Any]) -> str:
-    """Return a budget as it is written on the command line; a dictionary must be one of auto."""
+    """Return a budget as it is typed on the command line; a dict must have the key "auto"."""
     if not isinstance(budget, dict):
         return str(budget)
     return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())

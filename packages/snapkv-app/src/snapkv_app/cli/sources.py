@@ -188,7 +188,11 @@ class TextSource(PromptSource):
 
     @cached_property
     def prompt(self) -> Prompt:
-        """The files, then the text."""
+        """The text of the files, and after it the text to continue or to answer.
+
+        Raises:
+            InvalidArgumentError: the text is a message, and the model has no chat template.
+        """
         text = "\n\n".join(filter(None, [text_files.join(self.documents), self.text]))
         make = chat_prompt if self.is_chat else text_prompt
         return make(self.loaded.tokenizer, text, answer_start=self.options.answer_start)

@@ -56,7 +56,10 @@ def hide_messages(is_quiet: bool) -> bool:
 
 @contextlib.contextmanager
 def messages_shown() -> Iterator[None]:
-    """Restore standard error after the block, in which `hide_messages` may have hidden it."""
+    """Let `hide_messages` hide standard error only until the end of this block.
+
+    The replaced `sys.stderr` is closed then, and the one from before the block is set again.
+    """
     before: TextIO = sys.stderr
     try:
         yield

@@ -202,7 +202,10 @@ class Folder:
         return f"{status.st_ino} {status.st_mtime_ns}"
 
     def settled(self) -> str | None:
-        """Return the `mark` if no later change can have the same mark; None otherwise."""
+        """Return the `mark` if no later change can get the same mark.
+
+        None if there is no mark, or if a record was created or removed in the last two seconds.
+        """
         mark = self.mark()
         is_old = mark and int(mark.split()[1]) < time.time_ns() - SETTLED_NS
         return mark if is_old else None
@@ -266,7 +269,7 @@ class Folder:
     # The last use of a document is the time of an empty file.
 
     def note_asked(self, key: str) -> None:
-        """Record that a question uses a document now, if the folder can be written."""
+        """Store that a question uses a document now; if that is impossible, nothing is stored."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
             place.parent.mkdir(exist_ok=True)

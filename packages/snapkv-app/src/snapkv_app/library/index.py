@@ -181,7 +181,7 @@ class Index:
                 self._on_notice(entry.as_notice())
 
     def _insert(self, stamp: str, record: Record) -> None:
-        """Add a document and its passages to the tables."""
+        """Add a document, which must not be in the tables yet, and its passages to them."""
         about = (record.key, stamp, record.name, record.source, record.tokens, record.bytes)
         self.connection.execute("insert into documents values (?, ?, ?, ?, ?, ?)", about)
         for *span, words, text in _rows(record):
@@ -191,7 +191,10 @@ class Index:
             self.connection.execute(INSERT_PASSAGE, row)
 
     def _store_mark(self, mark: str | None) -> None:
-        """Store the mark of the folder whose records are all in the index; None stores none."""
+        """Replace the stored mark of the folder, which says that the index has all its records.
+
+        With None, no mark is stored, and the next `update` compares the stamps of all records.
+        """
         self.connection.execute("delete from mark")
         if mark is not None:
             self.connection.execute("insert into mark values (?)", (mark,))

@@ -120,7 +120,10 @@ class Library:
 
     @property
     def documents(self) -> list[Record]:
-        """All documents, sorted by name; damaged records are left out and reported."""
+        """The records of all documents, sorted by name, which are read again at each access.
+
+        Damaged records are left out, and `on_notice` is called for each. Empty without a library.
+        """
         records, faults = self._folder.records()
         for fault in faults:
             self._on_notice(fault.as_notice())

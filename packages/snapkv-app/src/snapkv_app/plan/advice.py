@@ -275,7 +275,7 @@ def stored_bytes(model: Any) -> dict[str, int]:
 
 
 def _packing(config: Any) -> dict[str, Any]:
-    """Return the configuration's quantization settings as a dictionary; empty without any."""
+    """Return the quantization settings of a model's configuration; empty if it has none."""
     found = getattr(config, "quantization_config", None) or {}
     if isinstance(found, dict):
         return found

@@ -149,7 +149,10 @@ def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
 
 
 def _needs(costs: Costs, compressed: bool) -> CacheNeeds:
-    """Compute what the request needs with the compressed cache, or with the full one."""
+    """Compute the memory and the time that the request needs with one kind of cache.
+
+    It is the compressed cache if `compressed`, and else the full cache.
+    """
     asked = costs.request
     tokens, batch = asked.context_tokens, asked.batch
     step_ms = gpu_step_ms(costs, batch, compressed=compressed)
@@ -187,7 +190,10 @@ def _fitting(costs: Costs, compressed: bool) -> dict[str, Any]:
 
 
 def _headline(made: Plan, costs: Costs) -> Iterator[str]:
-    """Yield one or two sentences that say whether compression will help."""
+    """Yield one or two sentences that say whether compression will help.
+
+    `made` needs no verdict yet.
+    """
     tokens, kept = made.request.context_tokens, made.kept_tokens
     if kept >= tokens and made.request.bits is None:
         yield (
