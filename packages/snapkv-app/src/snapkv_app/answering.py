@@ -521,7 +521,8 @@ def answers_together(
         InvalidArgumentError: the temperature is not 0, the policy reads prompts twice, or it cannot
             compress these prompts.
         PromptTooLongError: a prompt and its answer need more positions than the model has.
-        UnsupportedModelError: the model's cache cannot be compressed.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has no gate for
+            a policy that needs one.
         OutOfMemoryError: the batch does not fit in the memory of the device.
     """
     if settings.temperature:

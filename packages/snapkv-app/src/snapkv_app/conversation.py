@@ -224,7 +224,10 @@ class Conversation:
         return [part.span for part in turn(self._parts, int(what))]
 
     def _thinking(self, start: int, stop: int) -> list[Span]:
-        """Return the spans of thinking in an answer, whose mark the chat template may have written.
+        """Return the spans of thinking in an answer, in positions of the conversation.
+
+        The tokens that the chat template has written before the answer are searched, too, since it
+        may have written the mark that begins the thinking.
 
         Args:
             start: the position of the first token of the answer in the conversation.
@@ -256,9 +259,12 @@ class Conversation:
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file, from which `load` continues it.
 
+        A saved conversation or cache with this name is replaced.
+
         Raises:
             InvalidArgumentError: no question has been asked yet.
-            CacheFileError: the file cannot be written; see `CompressedCache.save`.
+            CacheFileError: the file cannot be written, or another kind of file has that name.
+            CacheMismatchError: the model has been deleted, or a forward pass was interrupted.
         """
         if self._ids is None:
             raise wrong(

@@ -41,10 +41,11 @@ class DocumentProcess:
             self._process = None
 
     def read(self, form: str, name: str, data: bytes, most: int) -> tuple[str, list[str]] | None:
-        """Read a document.
+        """Read a document in the other process, and wait for its text.
 
         Args:
-            form: the form of the document, see `read_document`.
+            form: the form of the document: a key of `documents.READERS`, or the MIME type of an
+                Office document.
             name: the name of the file, for error messages.
             data: the content of the file.
             most: the most bytes that the text may have in UTF-8.

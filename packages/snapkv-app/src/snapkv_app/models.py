@@ -198,19 +198,23 @@ def chosen_device(name: str) -> torch.device:
 
 
 def _dtype_option(name: str) -> dict[str, Any]:
-    """Return the dtype option for transformers; empty for "auto", the checkpoint's own dtype.
+    """Return a new dict with the option "dtype" of transformers for the dtype called `name`.
+
+    It is empty for "auto", with which transformers uses the checkpoint's own dtype.
 
     Raises:
-        InvalidArgumentError: it is not the name of a dtype that models run in.
+        InvalidArgumentError: `name` is not the name of a dtype in which a model can be loaded.
     """
     return {} if name == "auto" else {"dtype": chosen_dtype(name)}
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """Return the dtype of torch with a name, such as "bfloat16"; "auto" is not accepted.
+    """Return the dtype of torch with a name, such as "bfloat16".
+
+    The caller must not pass "auto", which is no dtype of torch.
 
     Raises:
-        InvalidArgumentError: it is not the name of a dtype that models run in.
+        InvalidArgumentError: `name` is not the name of a dtype in which a model can be loaded.
     """
     require_dtype(name)
     dtype: torch.dtype = getattr(torch, name)

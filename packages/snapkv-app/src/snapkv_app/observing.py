@@ -79,7 +79,7 @@ def observed(
 
     Args:
         loaded: the model.
-        ids: (1, S) int64, the tokens of the prompt.
+        ids: (1, S) int64, the S tokens of the prompt, on any device.
         query_tokens: the number of last queries that `look` needs.
         look: called with each layer, which contains all keys, values and the last queries.
 
@@ -202,7 +202,7 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
 
     Args:
         model: the model.
-        ids: (1, T) int64, the tokens of the prompt.
+        ids: (1, T) int64, the tokens of the prompt, on the device of the model.
         recorder: records the layers; the caller must pass a new one, whose `layers` the result
             shares.
 
@@ -245,7 +245,7 @@ def record_prompt_twice(
 
     Args:
         model: the model.
-        ids: (1, T) int64, the tokens of the prompt.
+        ids: (1, T) int64, the tokens of the prompt, on the device of the model.
         policy: a policy that reads prompts twice, with the same needs as the later ones; see
             `snapkv.kvzip`.
         instruction_ids: the tokens that ask the model to repeat the prompt.

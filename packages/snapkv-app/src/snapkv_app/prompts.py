@@ -127,7 +127,7 @@ class Prompt:
         return replace(self, context_characters=place)
 
     def offsets(self, tokenizer: Any, argument: str, remedy: str) -> list[tuple[int, int]]:
-        """Return the first character of every token, and the first character after it.
+        """Return where each token of the prompt begins and ends in the text.
 
         Args:
             tokenizer: the tokenizer of the model.
@@ -135,7 +135,8 @@ class Prompt:
             remedy: the remedy that an error names.
 
         Returns:
-            A pair for every token of `encoded`; (0, 0) for special tokens around the text.
+            For every token, the position of its first character and that of the first one after it;
+            (0, 0) for special tokens around the text.
 
         Raises:
             InvalidArgumentError: the tokenizer reports no offsets, or turns ordinary words into

@@ -18,6 +18,7 @@ from snapkv.validation import require_int
 from snapkv_app.prompts import Prompt
 
 Costs = Callable[[], Sequence[TokenCost]]
+"""Returns the bytes of a token in every compressed layer; empty if they are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

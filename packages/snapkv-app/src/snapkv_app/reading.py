@@ -21,9 +21,10 @@ TokenSink = Callable[[int, int], None]
 def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
     """Call `on_tokens` after every layer that reads a text within this block.
 
-    The number of tokens that have been read grows in proportion to the layers that have read the
-    text. Decode steps of one token are not reported. Nothing is reported if the layers of the model
-    cannot be found.
+    It is called with the number of tokens that have been read, and the number of tokens of the
+    text. The first number grows in proportion to the layers that have read the text, up to the
+    second. Decode steps of one token are not reported. Nothing is reported if the layers of the
+    model cannot be found.
     """
     try:
         layers = decoder_layers(model)

@@ -66,9 +66,10 @@ def program(*names: str) -> typer.Typer:
 
 
 def _program(names: Iterable[str]) -> typer.Typer:
-    """Return a program with the named commands alone, which may be none, and import them.
+    """Import the named commands, which may be none, and return a program with them alone.
 
     Raises:
+        KeyError: there is no command with one of the names.
         MissingDependencyError: a command cannot be imported.
     """
     found = typer.Typer(
@@ -118,7 +119,7 @@ def _import_command(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
 
 
 def _place(name: str) -> str:
-    """Return the entry point of a command.
+    """Return the entry point of a command, as "module:attribute".
 
     Raises:
         KeyError: there is no such command.
@@ -284,7 +285,8 @@ def run(arguments: list[str]) -> int:
         arguments: the command line, without the name of the program.
 
     Returns:
-        The exit status, see `snapkv_app.cli.main`. All errors are reported here and not raised.
+        The exit status: 0, 1 for a failure, 2 for bad input, 3 if ``--check`` found a difference,
+        or 130 after an interruption. All errors are reported here and not raised.
 
     Raises:
         SystemExit: the shell asks for the completion of a command line.
@@ -390,9 +392,10 @@ def _explain(error: BaseException, arguments: list[str]) -> int:
 def _print_json_error(error: Exception) -> None:
     """Print an error as a JSON object on standard output, for a program that reads it.
 
-    The code is the class of the error, such as ``PromptTooLongError``, see `snapkv.errors`; a
-    parsing error counts as ``InvalidArgumentError``. The argument is the word before the first
-    colon of the message, or null.
+    The object has the only key "error", an object with "code", "argument" and "message". The code
+    is the class of the error, such as ``PromptTooLongError``; a parsing error counts as
+    ``InvalidArgumentError``. The argument is the word before the first colon of the message, or
+    null.
     """
     refusal = error if isinstance(error, SnapKVError) else InvalidArgumentError(_in_words(error))
     argument, colon, _ = str(refusal).partition(":")

@@ -55,7 +55,11 @@ class DemoOptions(ModelOptions):
     ] = AUTO
 
     def __post_init__(self) -> None:
-        """Check also that the budget is larger than the window."""
+        """Check also that the budget is larger than the window.
+
+        Raises:
+            InvalidArgumentError: the budget is too small, or a parameter of auto is out of range.
+        """
         super().__post_init__()
         PolicyOptions(budget=self.budget)
 

@@ -70,10 +70,12 @@ def specs(texts: Iterable[str]) -> list[str]:
 
 
 def assignments(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Split ``NAME=VALUE`` texts into names, with underscores, and values.
+    """Split ``NAME=VALUE`` texts into pairs of a name, with underscores, and a value.
+
+    A value may be empty.
 
     Raises:
-        InvalidArgumentError: a text has no name or no value.
+        InvalidArgumentError: a text has no name, or no ``=``.
     """
     found = []
     for text in texts:

@@ -43,8 +43,9 @@ def drops_nothing(report: Mapping[str, Any]) -> bool:
 def is_little_lost(report: Mapping[str, Any]) -> bool | None:
     """Return whether too few votes are lost to change answers often; None if that is unknown.
 
-    True if nothing was dropped. Otherwise the report must have `lost_votes` and `lost_vote_peak`,
-    which are compared with `LITTLE_SUM` and `LITTLE_VOTE`.
+    True if nothing was dropped. Otherwise the numbers `lost_votes` and `lost_vote_peak` in the
+    report of the cache are compared with `LITTLE_SUM` and `LITTLE_VOTE`; without both of them, the
+    result is None.
     """
     if drops_nothing(report):
         return True

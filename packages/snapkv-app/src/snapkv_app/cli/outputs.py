@@ -129,7 +129,7 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
         fingerprint: a digest of the settings of the run.
 
     Returns:
-        `given`, or a folder in ``snapkv-results`` with a name of the other arguments.
+        `given`, or a folder such as ``snapkv-results/KIND-MODEL-FINGERPRINT``.
     """
     if given is not None:
         return Path(given)

@@ -70,7 +70,10 @@ class Source(ABC):
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits of the cache, and a reason if the default quantization is impossible."""
+        """The bits of the cache, or None if it is unquantized; and a reason.
+
+        The reason is empty, except if the default quantization is impossible.
+        """
         return usual_bits(self.policy, self.loaded.model, self.options)
 
     def answer(self, on_text: TextSink | None) -> Answer:
@@ -104,7 +107,7 @@ class Source(ABC):
         """Return the part of the JSON output that repeats what was asked, as a new dict."""
 
     def cited(self) -> list[str]:
-        """Return the lines to print between an answer and its costs."""
+        """Return the lines to print between an answer and its costs; none for this class."""
         return []
 
 
@@ -378,14 +381,15 @@ class LibrarySource(Source):
 
     @property
     def recompute(self) -> float:
-        """The fraction of the tokens of the documents that is computed again."""
+        """The fraction of the documents' tokens that the second layer computes again."""
         return DEFAULT_RECOMPUTE if self.options.recompute is None else self.options.recompute
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits of the cache, and a reason if the default quantization is impossible.
+        """The bits of the cache, or None if it is unquantized; and a reason.
 
-        It is also impossible if compressed documents are joined without being read again.
+        The reason is empty, except if the default quantization is impossible. It is impossible,
+        too, if compressed documents are joined without being read again.
         """
         quantize, why = super().bits
         if quantize is not None and self.is_partial:

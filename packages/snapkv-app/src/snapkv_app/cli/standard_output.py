@@ -129,7 +129,8 @@ def write_drawn(text: str) -> None:
 def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
     """Write one JSON object and a line break to standard output.
 
-    Each list of numbers is on one line. With `indent` None, the whole object is.
+    Each list of numbers is on one line. With `indent` None, the whole object is on one line. A
+    failed write raises an OutputError within `named_output`.
     """
     text = json.dumps(record, indent=indent)
     write(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")

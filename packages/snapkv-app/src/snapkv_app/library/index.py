@@ -154,9 +154,10 @@ class Index:
             self._store_mark(settled)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Update the index for the documents with these keys, which are all that have changed.
+        """Update the index for documents that this process has just changed.
 
-        The caller must hold the lock of the folder.
+        `keys` must contain the keys of all documents that have changed since the last update. The
+        caller must hold the lock of the folder.
         """
         mark = self._folder.new_mark()
         with self._changing():
@@ -264,8 +265,8 @@ def fault_of(folder: Folder) -> Fault | None:
     """Check the full-text index of a library, and return how it is damaged.
 
     None if the index file is missing or undamaged. The file is not changed. A file of another
-    version counts as undamaged, because the next search
-    replaces it. So does a file that cannot be opened now, see `cannot_be_written`.
+    version counts as undamaged, because the next search replaces it. So does a file that cannot be
+    opened now, see `cannot_be_written`.
     """
     file = folder.index_file
     if not file.exists():

@@ -57,7 +57,8 @@ class Outcome:
         name: the name of the document.
         what: "read" if the document is new, "changed" if it had another text, "mended" if its file
             was damaged, "skipped" if it is unchanged, "failed" if it cannot be read, "dropped" if
-            its source file was deleted, and "evicted" if the limit has no room for it.
+            its source file was deleted, and "evicted" if it was removed for a new document,
+            because of the limit.
     """
 
     name: str
@@ -88,7 +89,8 @@ class Library:
 
     Args:
         folder: the folder of the library, which `add` creates.
-        on_notice: called with a line about every damaged file; by default it is a warning.
+        on_notice: called with a line about every damaged file, and about a policy that cannot evict
+            tokens; by default it is a warning.
 
     Raises:
         InvalidArgumentError: the name of the folder is empty or contains a NUL byte.
@@ -120,7 +122,7 @@ class Library:
 
     @property
     def documents(self) -> list[Record]:
-        """The records of all documents, sorted by name, which are read again at each access.
+        """The records of all documents as they are now, in a new list that is sorted by name.
 
         Damaged records are left out, and `on_notice` is called for each. Empty without a library.
         """
@@ -241,7 +243,8 @@ class Library:
             InvalidArgumentError: the library is larger than the limit and `evict` is False, or the
                 most recently used document alone is larger.
             InvalidTypeError: `max_bytes` is not an integer.
-            LibraryError: there is no library, or another process is changing it.
+            LibraryError: there is no library, another process is changing it, or this Python's
+                SQLite has no full-text search.
             OutputError: a file cannot be written.
         """
         if max_bytes is not None:
@@ -275,9 +278,10 @@ class Library:
 
         Raises:
             InvalidTypeError: `names` is a single text.
-            LibraryError: no document has one of the names, in which case nothing is removed; or
-                there is no library, or another process is changing it.
-            OutputError: the folder cannot be written.
+            LibraryError: no document has one of the names, in which case nothing is removed; there
+                is no library; another process is changing it; or this Python's SQLite has no
+                full-text search.
+            OutputError: a file cannot be removed or written; the documents before it are gone.
         """
         if isinstance(names, str):
             raise wrong(
@@ -322,7 +326,8 @@ class Library:
         """Return the documents that have a name, or that were read from the file with that path.
 
         Raises:
-            LibraryError: there are no such documents.
+            LibraryError: there is no such document, or this Python's SQLite has no full-text
+                search.
         """
 
         def look_up(index: Index) -> list[DocumentEntry]:

@@ -116,8 +116,9 @@ class Passages:
             return ask(self._memory)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Update the index file for the documents with these keys, which are all that have changed.
+        """Update the index file for documents that this process has just changed.
 
+        `keys` must contain the keys of all documents that have changed since the last update.
         The caller must hold the lock of the folder. If updating fails, or an index in memory is
         used, the next search updates the index.
         """

@@ -97,7 +97,10 @@ class Request(metaclass=WithParameters):
 
     @property
     def budget_bytes(self) -> dict[str, float | int] | None:
-        """The budget in bytes, as `byte_budget` returns it; None if it is a number of tokens."""
+        """The budget in bytes; None if it is a number of tokens or there is none.
+
+        A dict with either "share", a fraction of the full cache such as 0.12, or "bytes", an int.
+        """
         return byte_budget(self.budget) if isinstance(self.budget, str) else None
 
 
@@ -256,14 +259,17 @@ class Costs:
         )
 
     def _parts(self, kept: Sequence[int], new_tokens: int) -> Iterator[tuple[FullLayer, int, int]]:
-        """Yield each full-attention layer, the bytes of its codes, and its unquantized tokens.
+        """Yield what each full-attention layer of a compressed cache stores.
 
-        Codes are the quantized form, so their bytes are 0 without quantization. The unquantized
-        tokens are a number. Generated tokens are quantized when they fill a block.
+        Generated tokens are quantized when they fill a block.
 
         Args:
             kept: the number of kept tokens of the prompt in every layer.
             new_tokens: the number of generated tokens.
+
+        Yields:
+            The layer; the bytes of its quantized tokens, which are 0 without quantization; and the
+            number of its unquantized tokens.
         """
         layers, bits = self.footprint.full_layers, self.request.codes
         for layer, cost, tokens in zip(layers, self.layer_costs, kept, strict=True):

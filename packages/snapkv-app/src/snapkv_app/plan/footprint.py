@@ -310,9 +310,10 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
 
 
 def _kinds(text: _Text) -> list[str]:
-    """Return the kind of attention of every layer, each one of `_KINDS`.
+    """Return the kind of attention of every layer, in order.
 
-    Chunked attention counts as sliding attention.
+    It is "full_attention", "sliding_attention", which includes chunked attention, or
+    "linear_attention".
 
     Raises:
         MissingSettingError: a setting that tells the kinds is missing.

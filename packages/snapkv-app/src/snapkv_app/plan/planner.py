@@ -133,7 +133,7 @@ def gpu_step_ms(costs: Costs, batch: int, *, compressed: bool) -> float:
 
 
 def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
-    """Return the fewest rows at which a compressed cache decodes `speedup` times as fast.
+    """Return the fewest rows at which a compressed cache decodes at least `speedup` times as fast.
 
     It is compared with the full cache in a batch of equally many rows. Both times are estimates for
     a GPU, see `gpu_step_ms`.
