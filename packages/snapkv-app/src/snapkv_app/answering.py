@@ -123,7 +123,8 @@ def answer(
         drafts: the source of drafts; None for none.
         protection: the tokens of the prompt that are always kept.
         prefill: how the prompt is read; None for exactly, in one pass.
-        quantize: as for `CompressedCache`.
+        quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+            `KVCodes`; None for the dtype of the model.
         on_text: called with every finished piece of the answer, beginning with `answer_start`.
         on_prompt_end: called one time at the end of the prompt. It must be None if `drafts` is
             passed, which is not checked.
@@ -511,7 +512,8 @@ def answers_together(
             says otherwise.
         policy: selects the tokens to keep of every prompt.
         settings: how the answers are generated, greedily.
-        quantize: as for `CompressedCache`.
+        quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+            `KVCodes`; None for the dtype of the model.
 
     Returns:
         The texts of the answers, in the order of the prompts. Each begins with the `answer_start`

@@ -58,7 +58,8 @@ class Conversation:
             "none" for policies that evict while generating.
         protection: the tokens of the first prompt that every turn keeps; None protects none.
         prefill: how the tokens of every turn are read; None reads them exactly, in one pass.
-        quantize: as for `CompressedCache`.
+        quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+            `KVCodes`; None for the dtype of the model.
 
     Attributes:
         cache: the cache that has read the conversation so far.
@@ -170,7 +171,9 @@ class Conversation:
         return begun, question_parts(tokenizer, prompt, self._document), prompt
 
     def drop(self, what: str) -> dict[str, Any]:
-        """Drop a part of the conversation from the cache; see `CompressedCache.drop`.
+        """Remove the tokens of a part of the conversation from the cache for good.
+
+        Later questions cannot use them any more, not even with recall.
 
         Args:
             what: "thinking" drops the thinking of all answers, "document" drops the document, and

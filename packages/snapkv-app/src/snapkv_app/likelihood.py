@@ -52,7 +52,7 @@ def log_likelihoods(
         batch_size: the number of continuations that are read in one pass, each after a copy of the
             compressed context. If the policy evicts while generating, each continuation is read
             alone, token by token.
-        quantize: as for `CompressedCache`; None stores keys and values unquantized.
+        quantize: the codes that quantize stored keys and values; None for the dtype of the model.
 
     Yields:
         For each continuation in order, the sum of the natural logarithms of its tokens'

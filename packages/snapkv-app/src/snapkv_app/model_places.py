@@ -212,7 +212,7 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
         ModelNotFoundError: there is no file or folder with that name, or the model cannot be
             downloaded.
         InvalidArgumentError: `revision` is passed with something else than a hub id.
-        MissingDependencyError: the demo model is not installed.
+        MissingDependencyError: the demo model, or a package that reads its file, is not installed.
     """
     if Path(name).suffix.lower() == ".gguf" and Path(name).expanduser().is_file():
         return None

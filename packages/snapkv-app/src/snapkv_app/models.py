@@ -159,7 +159,7 @@ def load_settings(
     """Return the settings of a model's configuration, including the defaults of transformers.
 
     Args:
-        name: as for `load`, or the name of a published shape.
+        name: "demo", a ``.gguf`` file, a folder with a ``config.json``, or a hub id.
         revision: a branch, tag or commit of a model on the hub.
         trust_remote_code: whether to run the configuration code that comes with the checkpoint.
 

@@ -135,11 +135,11 @@ class RecordedPrompt:
 
         Args:
             policy: selects the tokens to keep.
-            options: as for `CompressedCache`, which also says what is raised.
+            options: further keyword arguments of `CompressedCache`, such as `quantize`.
 
         Raises:
             InvalidArgumentError: the policy needs more queries than were recorded, or cannot
-                compress this prompt.
+                compress this prompt, or an option is not valid.
         """
         cache = CompressedCache(self.model, policy, **options)
         cache.expect_prompt(self.prompt_tokens)

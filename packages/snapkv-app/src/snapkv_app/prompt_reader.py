@@ -83,7 +83,8 @@ class PromptReader:
             way: the prefill.
             protection: the tokens of the prompt that are always kept.
             ends: an empty list to which the `PromptEnd` of this method is appended; None for none.
-            quantize: as for `CompressedCache`.
+            quantize: the codes that quantize stored keys and values; None for the dtype of the
+                model.
 
         Raises:
             PromptTooLongError: prompt and answer need more positions than the model has.

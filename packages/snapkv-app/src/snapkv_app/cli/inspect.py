@@ -178,6 +178,7 @@ def _compared_policies(options: InspectOptions, policy: Any) -> list[tuple[str, 
     """Build a label and a policy for each method of ``--beside``.
 
     A method without a budget gets that of `policy`, or `DEFAULT_BUDGET` if it is not a number.
+    ``@BUDGET`` alone is the method of the options with that budget.
 
     Raises:
         InvalidArgumentError: a method that takes no budget, or has one already, is given another;

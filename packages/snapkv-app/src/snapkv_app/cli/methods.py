@@ -197,7 +197,8 @@ def takes_budget(name: str, given: Iterable[str]) -> bool:
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     """Split a text such as ``snapkv:kernel_size=13`` into the name of a method and its parameters.
 
-    The parameters are converted to their types, see `typed_assignments`.
+    The values are converted to the types of the parameters. The value of an unknown parameter stays
+    a text.
 
     Raises:
         InvalidArgumentError: the method is unknown, or a parameter is not written as

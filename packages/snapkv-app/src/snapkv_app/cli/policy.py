@@ -84,9 +84,10 @@ def named_policies(
     A policy that takes no budget, or whose parameters set one, appears one time.
 
     Args:
-        baselines: texts that name methods, with parameters, as `specs` splits them.
-        policies: likewise.
-        budgets: the budgets, as `token_budget` returns them.
+        baselines: texts with methods and their parameters, such as "snapkv:kernel_size=13,h2o",
+            each for one or several methods.
+        policies: such texts for the policies.
+        budgets: the budgets, in the form that policies take.
 
     Returns:
         A label and the policy for each of them, in this order. The label is the text, followed by

@@ -67,7 +67,7 @@ def blend(
             constant factor from layer to layer, to a tenth in the last layer; above 0.5 it falls
             less. 0 runs no forward pass, and neither does a single part unless `recompute` is 1.
             1 reads all tokens in all layers, which is exact.
-        options: as for `CompressedCache`.
+        options: further keyword arguments of `CompressedCache`, such as `quantize`.
 
     Returns:
         A new cache that has read `joined_ids(parts)`.

@@ -183,7 +183,10 @@ class Folder:
         return found
 
     def stamp_of(self, key: str) -> str | None:
-        """Return the stamp of one record, see `stamps`; None if the document was removed."""
+        """Return a text that changes whenever a record is written.
+
+        None if the document was removed.
+        """
         try:
             return _stamp(self._record_file(key).stat())
         except FileNotFoundError:

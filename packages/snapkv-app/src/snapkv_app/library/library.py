@@ -426,10 +426,12 @@ class Library:
             question: the question.
             hits: the documents that `search` has found, in the order of the prompt.
             policy: selects the tokens to keep for the question; `snapkv.default_policy()` by
-                default. A notice says if it cannot evict any, see `blending.blend`.
-            recompute: the fraction of tokens to recompute, see `blending.blend`.
+                default. A notice says if it cannot evict any.
+            recompute: the fraction of tokens that the second layer recomputes; later layers
+                recompute fewer. 0 recomputes none, 1 reads all tokens in all layers.
             answer_start: the text with which the answer begins.
-            quantize: as for `CompressedCache`.
+            quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+                `KVCodes`; None for the dtype of the model.
 
         Returns:
             `input_ids` and `attention_mask`, (1, T) int64 on the device of the model, and
@@ -439,7 +441,7 @@ class Library:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
                 a document was removed after the search.
             InvalidArgumentError: `recompute` is out of range, or the policy or an option is
-                impossible with these documents, see `blending.blend`.
+                impossible with the tokens that these documents store.
             PromptTooLongError: the documents have more tokens than the model has positions.
             UnsupportedModelError: the keys of the model cannot be rotated to other positions.
             OutOfMemoryError: the device is full.

@@ -91,8 +91,9 @@ class Passages:
     def asked(self, ask: Callable[[Index], Found]) -> Found:
         """Update the index, and return the result of calling `ask` with it.
 
-        If the index file cannot be used, `ask` is called again with an index in memory, and so it
-        is in all later calls. The caller must not use an index after the call.
+        If the index file cannot be used, `ask` is called with an index in memory instead, perhaps
+        for the second time, and so it is at all later calls. The caller must not use an index after
+        the call.
 
         Raises:
             LibraryError: this Python's SQLite has no full-text search. Errors of `ask` are raised
