@@ -96,10 +96,10 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _require_gguf(path: Path) -> None:
-    """Raise unless a file begins as a GGUF file does.
+    """Raise unless a file begins with the four bytes that mark a GGUF file.
 
     Raises:
-        InvalidArgumentError: the file begins otherwise.
+        InvalidArgumentError: the file begins with other bytes.
     """
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))

@@ -224,9 +224,9 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
 
 
 def place_of(name: str) -> str:
-    """Return the folder or hub id of a model; a GGUF file is converted first.
+    """Return the folder or the hub id from which a model can be loaded.
 
-    Whether the hub has a model is not checked.
+    A GGUF file is converted into a folder first. Whether the hub has a model is not checked.
 
     Raises:
         ModelNotFoundError: there is no file or folder with that name, and it cannot be a hub id.

@@ -14,7 +14,7 @@ _ANSWER = "the-answer-so-far"
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The text that a model continues.
+    """A text that a model continues, and what is known about the parts of the text.
 
     If its question is hidden, the text has two parts: the cache is compressed after the first
     `context_characters`, and the rest is read afterwards and does not vote.

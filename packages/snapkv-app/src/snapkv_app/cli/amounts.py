@@ -21,9 +21,9 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def count(name: str, text: str, before: str | None = None) -> int:
-    """Parse a whole number; 4k stands for 4096, 1.5k for 1536 and 1m for 1048576.
+    """Parse a whole number, which may be written with a unit and may be negative.
 
-    It may be negative.
+    For example, 4k stands for 4096, 1.5k for 1536 and 1m for 1048576.
 
     Args:
         name: the name of the argument, for the error.
@@ -100,7 +100,10 @@ def kernel(text: str) -> int | tuple[int, int]:
 
 
 def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]:
-    """Parse a budget: a number of tokens, auto or auto:most=4k, or bytes as 12% or 64MiB.
+    """Parse the budget of a method as it was typed on the command line.
+
+    It is a number of tokens such as 4096 or 4k; auto, with parameters as in auto:most=4k; or a
+    number of bytes such as 64MiB, or 12% of the full cache.
 
     Args:
         text: the budget as it was typed.

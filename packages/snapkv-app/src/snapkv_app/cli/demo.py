@@ -44,7 +44,7 @@ NEXT = (
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(ModelOptions):
-    """The options of the demo, with the same defaults as `snapkv ask`."""
+    """The options of the command `snapkv demo`, with the same defaults as in `snapkv ask`."""
 
     budget: Annotated[
         Any,
@@ -55,7 +55,7 @@ class DemoOptions(ModelOptions):
     ] = AUTO
 
     def __post_init__(self) -> None:
-        """Check also that the budget is larger than the window.
+        """Check the options, among them that the budget is larger than the window.
 
         Raises:
             InvalidArgumentError: the budget is too small, or a parameter of auto is out of range.

@@ -55,7 +55,9 @@ class InspectOptions(MethodOptions, WritingOptions):
     )
 
     def __post_init__(self) -> None:
-        """Check also the methods of ``--beside`` and their budgets, but not their parameters.
+        """Check the options, among them the methods and budgets of ``--beside``.
+
+        The parameters of these methods are not checked.
 
         Raises:
             InvalidArgumentError: a method is unknown, or its budget is not a budget.

@@ -138,7 +138,7 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
-    """Raise unless the command may write its outputs.
+    """Raise unless a command may write all of its output files.
 
     Every text in the options that are not outputs counts as a possible input file.
 

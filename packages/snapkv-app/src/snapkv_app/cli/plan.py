@@ -36,7 +36,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options of `snapkv plan`."""
+    """The options of the command `snapkv plan`, of which only the dtype is checked here."""
 
     context: Annotated[
         str | None, panels.work(help="Number of prompt tokens, such as 32k or 1.5k")

@@ -36,7 +36,7 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
 def usual_bits(
     policy: Policy, model: Any, options: RunOptions | None = None
 ) -> tuple[Bits | None, str]:
-    """Choose the `quantize` of `CompressedCache`.
+    """Choose the format in which a compressed cache stores keys and values.
 
     The default method quantizes if its budget is in bytes: more tokens fit then, but each decode
     step takes longer. Any other method does not, and neither do options with `exact_bits`.

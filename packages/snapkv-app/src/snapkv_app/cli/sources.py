@@ -70,9 +70,10 @@ class Source(ABC):
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits of the cache, or None if it is unquantized; and a reason.
+        """The bits in which the cache stores keys and values, and a reason.
 
-        The reason is empty, except if the default quantization is impossible.
+        The bits are None for an unquantized cache. The reason is empty, except if the default
+        quantization is impossible.
         """
         return usual_bits(self.policy, self.loaded.model, self.options)
 
@@ -386,10 +387,11 @@ class LibrarySource(Source):
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits of the cache, or None if it is unquantized; and a reason.
+        """The bits in which the cache stores keys and values, and a reason.
 
-        The reason is empty, except if the default quantization is impossible. It is impossible,
-        too, if compressed documents are joined without being read again.
+        The bits are None for an unquantized cache. The reason is empty, except if the default
+        quantization is impossible. That is also so if compressed documents are joined without being
+        read again.
         """
         quantize, why = super().bits
         if quantize is not None and self.is_partial:

@@ -367,8 +367,8 @@ class Folder:
     ) -> Record:
         """Write the cache and the record of a document, which replace those of `before`.
 
-        If writing fails, the earlier document is unchanged, and the new file is removed. The caller
-        must hold the lock.
+        If writing fails, the earlier document is unchanged. A new cache file that is left then is
+        removed by the next process that changes the library. The caller must hold the lock.
 
         Args:
             text: the document.

@@ -237,7 +237,7 @@ class _SecondReading(Cache):
 
     @property
     def _reading(self) -> Tensor:
-        """The chosen tokens that the layer is reading now: (m,) int64."""
+        """The positions of the m chosen tokens that the layer is reading now, (m,) int64."""
         assert self.chosen is not None
         return self.chosen[self._start : self._stop]
 

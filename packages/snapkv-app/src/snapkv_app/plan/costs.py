@@ -208,7 +208,9 @@ class Costs:
         return cache + layer + hidden + activations
 
     def total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the bytes of the weights, and of a batch at its peak, reading or answering.
+        """Return the bytes of the weights and of a batch of requests at its peak.
+
+        The peak is reached while the prompts are read, or at the end of the answers.
 
         Args:
             tokens: the number of tokens of each prompt.
@@ -221,7 +223,7 @@ class Costs:
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def least_total(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Return the smaller one of the two `total` of reading in one pass and in pieces."""
+        """Return the `total` of reading in one pass or in pieces, whichever is smaller."""
         ways = (False, True)
         return min(self.total(tokens, batch, compressed, in_pieces=way) for way in ways)
 
