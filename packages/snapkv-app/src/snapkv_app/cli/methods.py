@@ -285,7 +285,9 @@ def require_values(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _require_values(found: Chosen) -> None:
-    """Check the values of the parameters of a method and of the methods that it wraps.
+    """Check the parameters of a method and of the methods that it wraps, as far as possible here.
+
+    Only words of a fixed list, the pooling, the budget and `keep_ratio` are checked.
 
     Raises:
         InvalidArgumentError: a value is wrong.

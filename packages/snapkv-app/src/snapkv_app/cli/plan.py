@@ -275,10 +275,10 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
 
 
 def _format_longest(tokens: int | None, limit: int | None) -> str:
-    """Return the number of tokens that fit, for a table; "none" for None and 0.
+    """Return the text of a table's cell for a number of tokens, such as "4,096" or "none".
 
     Args:
-        tokens: the number of tokens.
+        tokens: the number of tokens that fit; "none" is written for 0 and None.
         limit: the number for which the model has positions; if `tokens` equals it, a remark says
             so. None if the model has no limit.
     """

@@ -59,7 +59,9 @@ def usual_bits(
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:
-    """Build the policy called `name`, with parameters that `chosen` assigns.
+    """Build the policy of a method with parameters.
+
+    A parameter that the method itself lacks goes to every method that it wraps and that has it.
 
     Args:
         name: the name of a method, or "default".
