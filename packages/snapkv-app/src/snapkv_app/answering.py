@@ -75,14 +75,21 @@ class Comparison:
 
     @classmethod
     def of(cls, answer: Answer, full: Answer) -> Self:
-        """Compare two complete answers by their texts, and by their tokens if these differ."""
+        """Compare two complete answers.
+
+        Equal texts count as the same, even if their tokens differ. If the texts differ, the tokens
+        are compared.
+        """
         if answer.text == full.text:
             return cls(same=True, first_difference=None)
         return cls.of_tokens(answer.token_ids, full.token_ids)
 
     @classmethod
     def of_tokens(cls, ours: Sequence[int], theirs: Sequence[int]) -> Self:
-        """Compare two sequences of tokens; a longer one differs where the other has ended."""
+        """Compare two sequences of tokens.
+
+        If one is longer, it differs at the place where the other has ended.
+        """
         pairs = itertools.zip_longest(ours, theirs)
         place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
         return cls(same=place is None, first_difference=place)
@@ -116,18 +123,22 @@ def answer(
         drafts: the source of drafts; None for none.
         protection: the tokens of the prompt that are always kept.
         prefill: how the prompt is read; None for exactly, in one pass.
-        quantize: as for `CompressedCache`.
+        quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+            `KVCodes`; None for the dtype of the model.
         on_text: called with every finished piece of the answer, beginning with `answer_start`.
-        on_prompt_end: called at the end of the prompt; must be None if `drafts` is passed.
+        on_prompt_end: called one time at the end of the prompt. It must be None if `drafts` is
+            passed, which is not checked.
 
     Returns:
         The answer. Its text begins with `answer_start`, and ends before the first stop string.
 
     Raises:
         PromptTooLongError: prompt and answer need more positions than the model has.
-        InvalidArgumentError: the policy cannot compress this prompt, or protected tokens do not
-            occur in it or do not fit into the budget.
-        UnsupportedModelError: the model's cache cannot be compressed.
+        InvalidArgumentError: the policy cannot compress this prompt, or needs a hidden question and
+            there is none; protected tokens do not occur in the prompt or do not fit into the
+            budget; or the tokenizer turns ordinary words into control tokens.
+        UnsupportedModelError: the model's cache cannot be compressed, the model cannot read prompts
+            by `prefill`, or it has no gate for a policy that needs one.
         OutOfMemoryError: the device is full.
     """
     ids = prompt_ids(loaded, prompt, settings)
@@ -178,7 +189,9 @@ def answer_ids(
         The answer, and (1, T + new) int64, the prompt and the generated tokens.
 
     Raises:
-        InvalidArgumentError: the policy cannot compress this prompt, see `continue_ids`.
+        InvalidArgumentError: the policy cannot compress this prompt, or needs a second pass over it
+            although `context_tokens` is not passed.
+        UnsupportedModelError: the model cannot read prompts by `prefill`.
         OutOfMemoryError: the device is full.
     """
     prompt_tokens = ids.shape[1]
@@ -304,7 +317,8 @@ def continue_ids(
     Raises:
         InvalidArgumentError: the policy needs a second pass, `context_tokens` is None, and the
             cache is empty. Or the policy cannot compress this prompt.
-        OutOfMemoryError: the device is full.
+        UnsupportedModelError: the model cannot read prompts by `prefill`.
+        OutOfMemoryError: the device is full. The cache may then have read only a part.
     """
     model = loaded.model
     if context_tokens is None and not cache.get_seq_length():
@@ -330,11 +344,12 @@ def continue_ids(
 
 
 def generate_options(model: Any, settings: GenerationSettings) -> dict[str, Any]:
-    """Return the keyword arguments of `generate` for these settings.
+    """Return the keyword arguments with which `model.generate` follows these settings.
 
     They override generation settings of the checkpoint: they request one sequence, without beams
-    and with a cache, because nothing else can be streamed, measured and reported. Others, such as
-    a `top_p` for sampling, stay as the checkpoint has them.
+    and with a cache, because nothing else can be streamed, measured and reported. Other settings of
+    the checkpoint, such as a `top_p` for sampling, stay in force. The seed and the stop strings are
+    not among the arguments.
     """
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None}
     if settings.temperature:
@@ -448,7 +463,10 @@ class _Stopwatch(TextStreamer):
 
     @property
     def token_ms(self) -> float | None:
-        """The median time of a later token, or the mean if some came together; None without any."""
+        """The milliseconds per token after the first one; None if there is only one.
+
+        They are the median, or the mean if several tokens arrived together.
+        """
         steps = [later - earlier for earlier, later in itertools.pairwise(self._arrivals)]
         if not steps:
             return None
@@ -458,10 +476,11 @@ class _Stopwatch(TextStreamer):
 
 
 def costs(given: Answer) -> dict[str, Any]:
-    """Return the costs of an answer by the names that tables of results use.
+    """Return the costs of an answer as a new dict, whose keys are the columns of result tables.
 
-    They are numbers of tokens, bytes of the cache, and times in milliseconds. `token_ms` is None if
-    the answer has only one token.
+    "prompt_tokens", "new_tokens" and "kept_tokens" are numbers of tokens; "held_bytes" and
+    "full_bytes" are the bytes of the cache and of a full cache; "first_token_ms" and "token_ms" are
+    milliseconds. "token_ms" is None if the answer has only one token.
     """
     return {
         "prompt_tokens": given.prompt_tokens,
@@ -493,7 +512,8 @@ def answers_together(
             says otherwise.
         policy: selects the tokens to keep of every prompt.
         settings: how the answers are generated, greedily.
-        quantize: as for `CompressedCache`.
+        quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+            `KVCodes`; None for the dtype of the model.
 
     Returns:
         The texts of the answers, in the order of the prompts. Each begins with the `answer_start`
@@ -503,7 +523,8 @@ def answers_together(
         InvalidArgumentError: the temperature is not 0, the policy reads prompts twice, or it cannot
             compress these prompts.
         PromptTooLongError: a prompt and its answer need more positions than the model has.
-        UnsupportedModelError: the model's cache cannot be compressed.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has no gate for
+            a policy that needs one.
         OutOfMemoryError: the batch does not fit in the memory of the device.
     """
     if settings.temperature:

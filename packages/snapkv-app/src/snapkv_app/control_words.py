@@ -21,11 +21,14 @@ _SAMPLE = "a text"
 
 
 def control_words(tokenizer: Any) -> dict[str, int]:
-    """Return the words that the tokenizer always turns into one control token, with that token.
+    """Return the words that the tokenizer always turns into one control token.
 
     They are the special tokens, and the added words that the chat template contains, because in
-    some model families the tokens that begin a turn are not special. Words of a single character,
-    and added words of letters and digits alone, are left out.
+    some model families the tokens that begin a turn are not special. Words with a single visible
+    character are left out, and so are words of letters and digits alone that are not special.
+
+    Returns:
+        A new dict of the id of each control token, by its word.
     """
     template = str(tokenizer.chat_template or "")
     return {
@@ -37,9 +40,10 @@ def control_words(tokenizer: Any) -> dict[str, int]:
 
 
 def quoted(tokenizer: Any, content: str) -> str:
-    """Insert a mark into every control word of `content`, which `unquoted` removes again.
+    """Return `content` with a mark inside every control word, for a chat template.
 
-    Content is passed to a chat template in this form.
+    The mark comes after the first character of the word. A mark that the content itself contains
+    is doubled. `unquoted` restores the content.
     """
     content = content.replace(_MARK, 2 * _MARK)
     words = [re.escape(word) for word in control_words(tokenizer) if word in content]
@@ -52,7 +56,8 @@ def unquoted(written: str) -> tuple[str, tuple[int, ...]]:
     """Remove the marks of `quoted` from a text that contains quoted content.
 
     Returns:
-        The text, and the ascending positions of the characters that had a mark before them.
+        The text with the content as it was before `quoted`, and the ascending positions of the
+        characters that had a mark before them.
     """
     text: list[str] = []
     cuts, length = [], 0
@@ -111,20 +116,21 @@ def tokenized(
 
 
 def content_ids(tokenizer: Any, content: str) -> list[int]:
-    """Tokenize content that no chat template writes; its control words become ordinary tokens.
+    """Return the token ids of `content`, in which control words become ordinary tokens.
 
-    No special tokens are put around it.
+    Neither a chat template nor special tokens are put around it.
 
     Raises:
-        InvalidArgumentError: the tokenizer turns other words into control tokens.
+        InvalidArgumentError: the tokenizer turns words that are not control words into control
+            tokens.
     """
     return tokenized(tokenizer, *unquoted(quoted(tokenizer, content)))[0]
 
 
 def special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before every text, and those that it puts after it.
+    """Return the ids of the tokens that a tokenizer puts before every text, and after every text.
 
-    Both are empty if that cannot be found out.
+    Both lists are empty if it puts none, or if a sample does not show which ones it puts.
     """
     complete = tokenizer(_SAMPLE)["input_ids"]
     plain = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]

@@ -58,7 +58,8 @@ class Conversation:
             "none" for policies that evict while generating.
         protection: the tokens of the first prompt that every turn keeps; None protects none.
         prefill: how the tokens of every turn are read; None reads them exactly, in one pass.
-        quantize: as for `CompressedCache`.
+        quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+            `KVCodes`; None for the dtype of the model.
 
     Attributes:
         cache: the cache that has read the conversation so far.
@@ -66,7 +67,8 @@ class Conversation:
     Raises:
         InvalidArgumentError: the policy reads prompts twice, or it evicts while generating and
             `recall` is neither None nor "none".
-        UnsupportedModelError: the model's cache cannot be compressed.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has no gate for
+            a policy that needs one.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Conversation:
                 contain the protected texts.
             PromptTooLongError: the conversation and the answer need more positions than the model
                 has.
+            UnsupportedModelError: the model cannot read prompts by the `prefill` that was passed.
             OutOfMemoryError: the device is full.
         """
         require_question(question)
@@ -168,7 +171,9 @@ class Conversation:
         return begun, question_parts(tokenizer, prompt, self._document), prompt
 
     def drop(self, what: str) -> dict[str, Any]:
-        """Drop a part of the conversation from the cache; see `CompressedCache.drop`.
+        """Remove the tokens of a part of the conversation from the cache for good.
+
+        Later questions cannot use them any more, not even with recall.
 
         Args:
             what: "thinking" drops the thinking of all answers, "document" drops the document, and
@@ -222,7 +227,10 @@ class Conversation:
         return [part.span for part in turn(self._parts, int(what))]
 
     def _thinking(self, start: int, stop: int) -> list[Span]:
-        """Return the spans of thinking in an answer, whose mark the chat template may have written.
+        """Return the spans of thinking in an answer, in positions of the conversation.
+
+        The tokens that the chat template has written before the answer are searched, too, since it
+        may have written the mark that begins the thinking.
 
         Args:
             start: the position of the first token of the answer in the conversation.
@@ -254,9 +262,12 @@ class Conversation:
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file, from which `load` continues it.
 
+        A saved conversation or cache with this name is replaced.
+
         Raises:
             InvalidArgumentError: no question has been asked yet.
-            CacheFileError: the file cannot be written; see `CompressedCache.save`.
+            CacheFileError: the file cannot be written, or another kind of file has that name.
+            CacheMismatchError: the model has been deleted, or a forward pass was interrupted.
         """
         if self._ids is None:
             raise wrong(
@@ -332,19 +343,22 @@ def joined(
 ) -> Tensor:
     """Append a new turn to the tokens of a conversation.
 
-    With a chat template, exactly one end token comes between the last answer and the new turn: that
-    of the answer is removed if the turn begins with it. Without a chat template, it is always
-    removed, and the turn follows the text of the answer.
+    An end token at the end of the last answer is removed if the turn begins with the same token,
+    which would otherwise occur twice. Without a chat template it is always removed, so that the
+    turn follows the text of the answer. Any other end token of an answer stays, and an answer that
+    was cut off gets none.
 
     Args:
         loaded: the model and its tokenizer.
-        ids: (1, T) int64, the tokens of the conversation, which end with an answer.
+        ids: (1, T) int64, the tokens of the conversation, which end with an answer; T is at least
+            1.
         turn: the question, as the chat template or `next_turn` writes it.
-        settings: has further tokens that end an answer.
+        settings: names further tokens that end an answer, besides those of the model.
         is_chat: whether a chat template has written `turn`.
 
     Returns:
-        (1, T + new) int64, on the device of `ids`; a new tensor.
+        (1, T + new) int64, or (1, T - 1 + new) if an end token was removed; a new tensor on the
+        device of `ids`.
 
     Raises:
         InvalidArgumentError: the tokenizer turns ordinary words of the turn into control tokens.

@@ -97,10 +97,10 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _require_gguf(path: Path) -> None:
-    """Raise unless a file begins as a GGUF file does.
+    """Raise unless a file begins with the four bytes that mark a GGUF file.
 
     Raises:
-        InvalidArgumentError: the file begins otherwise.
+        InvalidArgumentError: the file begins with other bytes.
     """
     with path.open("rb") as file:
         magic = file.read(len(_MAGIC))
@@ -166,7 +166,7 @@ def _name_special_tokens(tokenizer: Any, path: Path) -> None:
 
 @contextlib.contextmanager
 def _bar_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bar for GGUF files on terminals only, within this block."""
+    """Hide transformers' progress bar for GGUF files within this block, except on a terminal."""
     gguf_reading.tqdm = functools.partial(_draw_progress, disable=None, leave=False)
     try:
         yield

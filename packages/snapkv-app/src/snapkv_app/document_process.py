@@ -34,17 +34,18 @@ class DocumentProcess:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the process, if it is running; the next `read` starts another one."""
+        """End the process at once, if it is running; the next `read` starts another one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
     def read(self, form: str, name: str, data: bytes, most: int) -> tuple[str, list[str]] | None:
-        """Read a document.
+        """Read a document in the other process, and wait for its text.
 
         Args:
-            form: the form of the document, see `read_document`.
+            form: the form of the document: a key of `documents.READERS`, or the MIME type of an
+                Office document.
             name: the name of the file, for error messages.
             data: the content of the file.
             most: the most bytes that the text may have in UTF-8.
@@ -136,10 +137,11 @@ def _serve(most_memory: int) -> None:
 
 
 def _answer(form: str, name: str, data: bytes, most: int) -> dict[str, Any]:
-    """Return the answer for one document, which JSON can represent.
+    """Read one document, and return the result or the error as a dict that JSON can represent.
 
     Returns:
-        "text" and "losses"; or "error", a message; or "missing", the name of a package that is not
+        "text" and "losses", which are the two results of `DocumentProcess.read`; or "error" alone,
+        the message of a DocumentError; or "missing" alone, the name of a package that is not
         installed. Empty if the text has more than `most` bytes in UTF-8.
     """
     from snapkv_app.documents import read_document

@@ -39,7 +39,7 @@ class Found:
 
 
 def find(sources: Sequence[str], library: Library) -> Found:
-    """Read every source as `text_files.read` does, and find documents whose files were deleted.
+    """Read the texts of files and folders, and find stored documents whose files were deleted.
 
     A source that cannot be read is listed in the result, and the others are still read. The folder
     of the library is skipped. Deleted files are only noticed if they were in one of the sources.
@@ -94,7 +94,10 @@ def _byte(escaped: re.Match[bytes]) -> bytes:
 
 
 def _has_text(file: str) -> bool:
-    """Return whether a file exists and is not empty; True if its size cannot be determined."""
+    """Return whether a file exists and is not empty.
+
+    An existing file whose size cannot be determined counts as not empty.
+    """
     try:
         return os.stat(file).st_size > 0
     except OSError:
@@ -114,6 +117,7 @@ def search(library: Library, question: str, documents: int) -> tuple[list[Hit], 
 
     Raises:
         DocumentError: the library is empty, or no document contains a word of the question.
+        InvalidArgumentError: `documents` is less than 1.
         LibraryError: there is no library, or this Python's SQLite has no full-text search.
     """
     start = time.perf_counter()
@@ -170,9 +174,13 @@ def changed_sources(library: Library, hits: Sequence[Hit], *, is_allowed: bool) 
 
 
 def _change(record: Record) -> str | None:
-    """Return a clause about the change of a document's file; None if its text is unchanged.
+    """Say how a document's file has changed since it was read.
 
     The file is only read if its size or times differ from those that are stored.
+
+    Returns:
+        A clause to be put after the name of the document, such as "has changed since it was read";
+        None if the text is unchanged, or if the document was not read from a file.
 
     Raises:
         MissingDependencyError: the library that reads the file is not installed.

@@ -52,7 +52,7 @@ def log_likelihoods(
         batch_size: the number of continuations that are read in one pass, each after a copy of the
             compressed context. If the policy evicts while generating, each continuation is read
             alone, token by token.
-        quantize: as for `CompressedCache`; None stores keys and values unquantized.
+        quantize: the codes that quantize stored keys and values; None for the dtype of the model.
 
     Yields:
         For each continuation in order, the sum of the natural logarithms of its tokens'
@@ -60,7 +60,8 @@ def log_likelihoods(
 
     Raises:
         InvalidArgumentError: the policy cannot compress this context.
-        UnsupportedModelError: the model's cache cannot be compressed.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has no gate for
+            a policy that needs one.
         OutOfMemoryError: the device is full.
     """
     model, policy = loaded.model, loaded.completed(policy)
@@ -82,6 +83,15 @@ def _together(
     """Compute the results of `log_likelihoods` for several continuations in one padded batch.
 
     Changes the cache of `end` in place, so the caller must pass a branch, which has one row.
+
+    Args:
+        model: the model.
+        end: the end of the context.
+        continuations: B of them, each (1, C) int64; C may differ.
+
+    Returns:
+        For each continuation, the sum of its log-probabilities, and whether greedy decoding would
+        generate it.
     """
     lengths = [continuation.shape[1] for continuation in continuations]
     rows = pad_sequence([one[0] for one in continuations], batch_first=True)
@@ -128,11 +138,11 @@ def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each token, and whether it is the most likely one.
 
     Args:
-        logits: (B, N, V).
-        ids: (B, N) int64.
+        logits: (B, N, V), for N tokens of each of B rows and a vocabulary of V tokens.
+        ids: (B, N) int64, the tokens.
 
     Returns:
-        (B, N) float32 and (B, N) bool.
+        (B, N) float32, natural logarithms, and (B, N) bool.
     """
     predicted = logits.float().log_softmax(dim=-1)
     chosen = predicted.gather(2, ids[:, :, None])[:, :, 0]

@@ -141,6 +141,10 @@ def hub_options(
         revision: a branch, tag or commit.
         also: further names that an error may suggest.
 
+    Returns:
+        "revision"; and "local_files_only" if the hub does not answer, so that the model is loaded
+        from the hub's cache.
+
     Raises:
         InvalidArgumentError: `revision` is passed for a model that is not on the hub.
         ModelNotFoundError: the model is not in the hub's cache, and the hub does not answer or this
@@ -209,7 +213,7 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
         ModelNotFoundError: there is no file or folder with that name, or the model cannot be
             downloaded.
         InvalidArgumentError: `revision` is passed with something else than a hub id.
-        MissingDependencyError: the demo model is not installed.
+        MissingDependencyError: the demo model, or a package that reads its file, is not installed.
     """
     if Path(name).suffix.lower() == ".gguf" and Path(name).expanduser().is_file():
         return None
@@ -221,9 +225,15 @@ def config_file(name: str, revision: str | None = None) -> Path | None:
 
 
 def place_of(name: str) -> str:
-    """Return the folder or hub id of a model; a GGUF file is converted first.
+    """Return the folder or the hub id from which a model can be loaded.
 
-    The errors are those of `locate`.
+    A GGUF file is converted into a folder first. Whether the hub has a model is not checked.
+
+    Raises:
+        ModelNotFoundError: there is no file or folder with that name, and it cannot be a hub id.
+        InvalidArgumentError: a GGUF file cannot be converted.
+        MissingDependencyError: the demo model, or a package that reads GGUF files, is not
+            installed.
     """
     return locate(name).place
 

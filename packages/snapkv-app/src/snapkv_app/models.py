@@ -53,16 +53,25 @@ class LoadedModel:
         return self.max_tokens is None or tokens <= self.max_tokens
 
     def completed(self, policy: Policy) -> Policy:
-        """Return the policy with the tokenizer and the gate of this model, if it needs them.
+        """Return the policy with the token ids and the gate that it needs and does not have yet.
+
+        The ids come from the tokenizer of this model, and the gate is the one that was fitted to
+        it. Policies inside the policy get a gate as well. A policy that needs neither is returned
+        itself, otherwise a copy.
 
         Raises:
             InvalidArgumentError: the policy has a gate that was fitted to another model.
-            UnsupportedModelError: the policy needs a gate, and none was fitted to this model.
+            UnsupportedModelError: the policy needs a gate and has none, and none was fitted to this
+                model.
         """
         return with_known(self.model, policy.with_tokenizer(self.tokenizer))
 
     def description(self) -> dict[str, Any]:
-        """Return the facts about the model that every result contains."""
+        """Return the facts about the model that every result contains, as a new dict.
+
+        The keys are "name", "revision", "dtype" such as "bfloat16", "device", "attn_implementation"
+        such as "sdpa", and "max_tokens", which is None if there is no limit.
+        """
         attention = self.model.config.get_text_config(decoder=True)._attn_implementation
         return {
             "name": self.name,
@@ -150,7 +159,7 @@ def load_settings(
     """Return the settings of a model's configuration, including the defaults of transformers.
 
     Args:
-        name: as for `load`, or the name of a published shape.
+        name: "demo", a ``.gguf`` file, a folder with a ``config.json``, or a hub id.
         revision: a branch, tag or commit of a model on the hub.
         trust_remote_code: whether to run the configuration code that comes with the checkpoint.
 
@@ -189,19 +198,23 @@ def chosen_device(name: str) -> torch.device:
 
 
 def _dtype_option(name: str) -> dict[str, Any]:
-    """Return the dtype option for transformers; empty for "auto", the checkpoint's own dtype.
+    """Return a new dict with the option "dtype" of transformers for the dtype called `name`.
+
+    It is empty for "auto", with which transformers uses the checkpoint's own dtype.
 
     Raises:
-        InvalidArgumentError: it is not the name of a dtype that models run in.
+        InvalidArgumentError: `name` is not the name of a dtype in which a model can be loaded.
     """
     return {} if name == "auto" else {"dtype": chosen_dtype(name)}
 
 
 def chosen_dtype(name: str) -> torch.dtype:
-    """Return the dtype of torch with a name, such as "bfloat16"; "auto" is not accepted.
+    """Return the dtype of torch with a name, such as "bfloat16".
+
+    The caller must not pass "auto", which is no dtype of torch.
 
     Raises:
-        InvalidArgumentError: it is not the name of a dtype that models run in.
+        InvalidArgumentError: `name` is not the name of a dtype in which a model can be loaded.
     """
     require_dtype(name)
     dtype: torch.dtype = getattr(torch, name)

@@ -79,7 +79,7 @@ def observed(
 
     Args:
         loaded: the model.
-        ids: (1, S) int64, the tokens of the prompt.
+        ids: (1, S) int64, the S tokens of the prompt, on any device.
         query_tokens: the number of last queries that `look` needs.
         look: called with each layer, which contains all keys, values and the last queries.
 
@@ -135,11 +135,11 @@ class RecordedPrompt:
 
         Args:
             policy: selects the tokens to keep.
-            options: as for `CompressedCache`, which also says what is raised.
+            options: further keyword arguments of `CompressedCache`, such as `quantize`.
 
         Raises:
             InvalidArgumentError: the policy needs more queries than were recorded, or cannot
-                compress this prompt.
+                compress this prompt, or an option is not valid.
         """
         cache = CompressedCache(self.model, policy, **options)
         cache.expect_prompt(self.prompt_tokens)
@@ -202,12 +202,13 @@ def record_prompt(model: Any, ids: Tensor, recorder: RecordingPolicy) -> Recorde
 
     Args:
         model: the model.
-        ids: (1, T) int64, the tokens of the prompt.
+        ids: (1, T) int64, the tokens of the prompt, on the device of the model.
         recorder: records the layers; the caller must pass a new one, whose `layers` the result
             shares.
 
     Raises:
-        UnsupportedModelError: the model has latent attention, whose heads share one stored state.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has latent
+            attention, whose heads share one stored state.
     """
     cache, logits = _read(model, ids, recorder)
     others = _other_layers(cache, recorder.layers)
@@ -238,18 +239,21 @@ def _other_layers(cache: CompressedCache, shown: Iterable[PromptLayer]) -> dict[
 def record_prompt_twice(
     model: Any, ids: Tensor, policy: Policy, *, instruction_ids: Sequence[int]
 ) -> RecordedPrompt:
-    """Read and repeat a prompt, and record all layers for policies that read prompts twice.
+    """Record all layers of a prompt that the model reads and then repeats.
+
+    Policies that read prompts twice, such as `KVzip`, can compress the recording.
 
     Args:
         model: the model.
-        ids: (1, T) int64, the tokens of the prompt.
+        ids: (1, T) int64, the tokens of the prompt, on the device of the model.
         policy: a policy that reads prompts twice, with the same needs as the later ones; see
             `snapkv.kvzip`.
         instruction_ids: the tokens that ask the model to repeat the prompt.
 
     Raises:
         InvalidArgumentError: the policy does not read prompts twice, or cannot read this one.
-        UnsupportedModelError: the model has latent attention.
+        UnsupportedModelError: the model's cache cannot be compressed, or the model has latent
+            attention.
     """
     cache = CompressedCache(model, policy)
     layers = read_layers(model, ids, cache, instruction_ids=instruction_ids)

@@ -41,7 +41,10 @@ def package_file(package: str, *parts: str) -> Path:
 
 
 def find_package_file(package: str, *parts: str) -> Path | None:
-    """Return the path of a file of a package as `package_file` does; None if it is missing."""
+    """Return the path of a file of an installed package, without importing the package.
+
+    None if the package or the file is missing.
+    """
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was not imported from a file, such as __main__

@@ -64,7 +64,10 @@ def tokens_between(offsets: Sequence[Span], start: int, stop: int) -> Span:
 
 
 def generation_tokens(tokenizer: Any) -> int:
-    """Return how many tokens a chat template writes before an answer; 0 without a template."""
+    """Return how many tokens a chat template writes after a message to begin an answer.
+
+    0 if the tokenizer has no chat template.
+    """
     if not tokenizer.chat_template:
         return 0
     turns = [{"role": "user", "content": "What?"}]
@@ -83,6 +86,9 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Spoken
         tokenizer: the tokenizer of the model.
         prompt: the prompt.
         document: the text of the document in the prompt; may be empty.
+
+    Raises:
+        InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
     """
     if not getattr(tokenizer, "is_fast", False):
         return []
@@ -103,7 +109,7 @@ def question_parts(tokenizer: Any, prompt: Prompt, document: str) -> list[Spoken
 
 
 def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
-    """Return a question, and all parts between it and the next question.
+    """Return the parts of one turn: its question, and everything up to the next question.
 
     Args:
         parts: the parts of the conversation.
@@ -125,9 +131,9 @@ def turn(parts: Sequence[SpokenPart], number: int) -> list[SpokenPart]:
 
 
 def thinking(tokenizer: Any, ids: Sequence[int], start: int) -> list[Span]:
-    """Return the spans of thinking in an answer, with the marks around it.
+    """Find the tokens of an answer in which the model thinks, and the marks around them.
 
-    Thinking that was not finished extends to the end of the answer.
+    `MARKS` lists the known marks. Thinking without a final mark extends to the end of the answer.
 
     Args:
         tokenizer: the tokenizer of the model.

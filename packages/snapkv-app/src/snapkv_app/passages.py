@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Excerpts:
-    """The best passages of documents, in the order of the text, or the whole documents."""
+    """The passages of documents that were chosen to be read, or the whole documents."""
 
     documents: Sequence[Text]  # with the text of those passages alone
     tokens: int  # to read, as `count_tokens` of `PassageChoice` counts them
@@ -60,13 +60,16 @@ class PassageChoice:
         self.chosen: list[Excerpts] = []
 
     def choose(self, most: int) -> Excerpts:
-        """Choose at most `most` tokens of the documents, but one passage in any case.
+        """Choose what to read of the documents, with at most `most` tokens.
+
+        If even the best passage has more tokens, it is chosen alone.
 
         Returns:
-            The whole documents if they have at most `most` tokens, and else their best passages.
+            The whole documents if they have at most `most` tokens. Otherwise the passages that
+            match the question best, in the order of the text. It is appended to `chosen`.
 
         Raises:
-            DocumentError: the documents have more tokens, and no word of the question.
+            DocumentError: the documents have more tokens, and contain no word of the question.
             LibraryError: this Python's SQLite has no full-text search.
         """
         if (tokens := self._counted(self._documents, most)) is not None:
@@ -158,7 +161,7 @@ class PassageChoice:
 
 
 def _joined(chosen: Iterable[Part]) -> list[Part]:
-    """Return the parts in the order of the text, merged where they overlap or touch each other."""
+    """Sort parts by document and position, and merge those that overlap or touch each other."""
     parts: list[Part] = []
     for place, (start, stop) in sorted(chosen):
         last, (begin, end) = parts[-1] if parts else (-1, (0, 0))

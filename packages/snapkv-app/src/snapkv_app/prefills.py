@@ -50,12 +50,15 @@ class Exact(Prefill):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerByLayer(Prefill):
-    """A way that takes less memory and is exact, too: each layer reads the prompt in pieces.
+    """A way to read prompts with less memory: each layer reads the prompt in pieces.
 
-    A layer reads the complete prompt before the next layer begins.
+    A layer reads the complete prompt before the next layer begins. The result is exact.
+
+    Attributes:
+        chunk_tokens: the number of tokens of a piece.
 
     Raises:
-        InvalidArgumentError: `chunk_tokens` is less than 1.
+        InvalidArgumentError: `chunk_tokens` is less than 1 or more than 2**24.
         InvalidTypeError: `chunk_tokens` is not an integer.
     """
 

@@ -31,10 +31,10 @@ PromptEndSink = Callable[[PromptEnd], None]
 def telling_of_prompt_end(
     model: Any, cache: CompressedCache, prompt_tokens: int, on_prompt_end: PromptEndSink | None
 ) -> Iterator[None]:
-    """Within this block, call `on_prompt_end` when the model has read the end of the prompt.
+    """Call `on_prompt_end` when the model has read the end of the prompt within this block.
 
-    It is called at most one time, with a copy of the cache that shares stored tensors with it. The
-    caller must read a prompt of one row, without drafts after it.
+    It is called at most one time, with a `PromptEnd` whose cache is an independent copy. The caller
+    must read a prompt of one row, without drafts after it.
 
     Args:
         model: the model.

@@ -83,10 +83,15 @@ class PromptReader:
             way: the prefill.
             protection: the tokens of the prompt that are always kept.
             ends: an empty list to which the `PromptEnd` of this method is appended; None for none.
-            quantize: as for `CompressedCache`.
+            quantize: the codes that quantize stored keys and values; None for the dtype of the
+                model.
 
         Raises:
-            SnapKVError: as for `answering.answer`.
+            PromptTooLongError: prompt and answer need more positions than the model has.
+            InvalidArgumentError: the policy cannot compress this prompt, or protected tokens do not
+                occur in it or do not fit into the budget.
+            UnsupportedModelError: the model's cache cannot be compressed.
+            OutOfMemoryError: the device is full, also without the shared prefill.
         """
         read = partial(
             answer,
@@ -115,12 +120,21 @@ class PromptReader:
 
         This computes the shared prefill unless that was done before. The context manager does
         nothing if every method reads the prompt by itself.
+
+        Raises:
+            InvalidArgumentError: there is no token before or after the hidden question.
         """
         shared = self._reading()
         return contextlib.nullcontext() if shared is None else shared.given()
 
     def _reading(self) -> SharedReading | None:
-        """Return the shared prefill, computed at the first call; None if methods read alone."""
+        """Return the shared prefill, which the first call computes and stores.
+
+        None if every method reads the prompt by itself. Once it is None, it stays None.
+
+        Raises:
+            InvalidArgumentError: there is no token before or after the hidden question.
+        """
         if self._shares and self._shared is None:
             self._shared = self._read()
             self._shares = self._shared is not None

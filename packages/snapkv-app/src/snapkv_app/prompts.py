@@ -14,7 +14,7 @@ _ANSWER = "the-answer-so-far"
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """The text that a model continues.
+    """A text that a model continues, and what is known about the parts of the text.
 
     If its question is hidden, the text has two parts: the cache is compressed after the first
     `context_characters`, and the rest is read afterwards and does not vote.
@@ -129,7 +129,7 @@ class Prompt:
         return replace(self, context_characters=place)
 
     def offsets(self, tokenizer: Any, argument: str, remedy: str) -> list[tuple[int, int]]:
-        """Return the first character of every token, and the first character after it.
+        """Return where each token of the prompt begins and ends in the text.
 
         Args:
             tokenizer: the tokenizer of the model.
@@ -137,7 +137,8 @@ class Prompt:
             remedy: the remedy that an error names.
 
         Returns:
-            A pair for every token of `encoded`; (0, 0) for special tokens around the text.
+            For every token, the position of its first character and that of the first one after it;
+            (0, 0) for special tokens around the text.
 
         Raises:
             InvalidArgumentError: the tokenizer reports no offsets, or turns ordinary words into
@@ -181,7 +182,10 @@ class Prompt:
         )
 
     def _cuts(self, tokenizer: Any) -> Sequence[int]:
-        """Return the ascending positions at which control words of the content are cut."""
+        """Return the ascending positions of characters at which control words must be cut.
+
+        Without a chat template, all control words of the text are cut.
+        """
         if self.has_special_tokens:
             return self.cuts
         return unquoted(quoted(tokenizer, self.text))[1]

@@ -18,6 +18,7 @@ from snapkv.validation import require_int
 from snapkv_app.prompts import Prompt
 
 Costs = Callable[[], Sequence[TokenCost]]
+"""Returns the bytes of a token in every compressed layer; empty if they are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ def _offsets(prompt: Prompt, tokenizer: Any) -> list[Span]:
 
 
 def _fits(policy: Policy, spans: list[Span], tokens: int, costs: Sequence[TokenCost]) -> bool:
-    """Return whether the policy can keep `spans`, as `_require_fit` checks it."""
+    """Return whether the policy can keep `spans`; the arguments are those of `_require_fit`."""
     try:
         _require_fit(policy, spans, tokens, costs)
     except InvalidArgumentError:
@@ -174,6 +175,13 @@ def _require_fit(
     policy: Policy, spans: list[Span], tokens: int, costs: Sequence[TokenCost]
 ) -> None:
     """Raise unless the policy can keep `spans` in a prompt of `tokens` tokens.
+
+    Args:
+        policy: selects the tokens to keep.
+        spans: the protected tokens; may be empty.
+        tokens: the number of tokens of the prompt.
+        costs: the bytes of a token in every compressed layer; only needed for a budget in bytes,
+            and else empty.
 
     Raises:
         InvalidArgumentError: the spans do not fit into the budget, or the policy cannot protect

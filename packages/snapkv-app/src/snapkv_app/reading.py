@@ -21,9 +21,10 @@ TokenSink = Callable[[int, int], None]
 def telling_of_reading(model: Any, on_tokens: TokenSink) -> Iterator[None]:
     """Call `on_tokens` after every layer that reads a text within this block.
 
-    The number of tokens that have been read grows in proportion to the layers that have read the
-    text. Decode steps of one token are not reported. Nothing is reported if the layers of the model
-    cannot be found.
+    It is called with the number of tokens that have been read, and the number of tokens of the
+    text. The first number grows in proportion to the layers that have read the text, up to the
+    second. Decode steps of one token are not reported. Nothing is reported if the layers of the
+    model cannot be found.
     """
     try:
         layers = decoder_layers(model)
@@ -90,9 +91,10 @@ _SPEED_TOKENS = 64
 
 
 def reading_speed(model: Any) -> float:
-    """Measure how many tokens the model reads in a second, with two passes over 64 tokens.
+    """Measure how many tokens per second the model reads.
 
-    The second of two passes is measured, since the first one also loads the weights.
+    It reads 64 tokens twice, and only the second pass counts, since the first one also loads the
+    weights.
     """
     ids = torch.zeros(1, _SPEED_TOKENS, dtype=torch.int64, device=device_of(model))
     with torch.inference_mode():

@@ -15,8 +15,9 @@ class GenerationSettings:
     """The settings with which an answer is generated.
 
     Raises:
-        InvalidArgumentError: a value is out of range or contradicts another.
-        InvalidTypeError: a value has the wrong type.
+        InvalidArgumentError: a number is out of range, `min_new_tokens` is larger than
+            `max_new_tokens`, or a stop string is empty.
+        InvalidTypeError: `max_new_tokens`, `seed` or `min_new_tokens` is not an integer.
     """
 
     max_new_tokens: int = 128

@@ -21,9 +21,9 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def count(name: str, text: str, before: str | None = None) -> int:
-    """Parse a whole number; 4k stands for 4096, 1.5k for 1536 and 1m for 1048576.
+    """Parse a whole number, which may be written with a unit and may be negative.
 
-    It may be negative.
+    For example, 4k stands for 4096, 1.5k for 1536 and 1m for 1048576.
 
     Args:
         name: the name of the argument, for the error.
@@ -47,9 +47,10 @@ def count(name: str, text: str, before: str | None = None) -> int:
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
-    """Parse whole numbers that are separated by commas, as `count` does.
+    """Parse whole numbers with commas between them, such as 1024,4k.
 
-    Blanks between commas are ignored, so a blank text gives no number.
+    Blanks between commas are ignored, so a blank text gives an empty tuple. `name` is the name of
+    the argument, for the error.
 
     Raises:
         InvalidArgumentError: one of them is not a whole number.
@@ -59,7 +60,9 @@ def counts(name: str, text: str) -> tuple[int, ...]:
 
 
 def integers(name: str, text: str) -> tuple[int, ...]:
-    """Parse at least one whole number; several are separated by commas.
+    """Parse at least one whole number; several have commas between them, such as 1024,4k.
+
+    `name` is the name of the argument, for the error.
 
     Raises:
         InvalidArgumentError: there is no number, one is missing between two commas, or one is not a
@@ -98,15 +101,18 @@ def kernel(text: str) -> int | tuple[int, int]:
 
 
 def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]:
-    """Parse a budget: a number of tokens, auto or auto:most=4k, or bytes as 12% or 64MiB.
+    """Parse the budget of a method as it was typed on the command line.
+
+    It is a number of tokens such as 4096 or 4k; auto, with parameters as in auto:most=4k; or a
+    number of bytes such as 64MiB, or 12% of the full cache.
 
     Args:
         text: the budget as it was typed.
         least: the smallest allowed number of tokens; None if the caller checks the number.
 
     Returns:
-        The budget in the form that policies take: an int; "auto", or a dictionary with its
-        parameters; or bytes as they were typed.
+        The budget in the form that policies take: an int for tokens; "auto", or a dict with the key
+        "auto" and a dict of its parameters; or a text for bytes, as it was typed.
 
     Raises:
         InvalidArgumentError: `text` is not a budget, the number is below `least`, or a parameter of
@@ -134,7 +140,9 @@ def token_budget(text: str, least: int | None = 1) -> int | str | dict[str, Any]
 
 
 def _auto_parameter(text: str) -> tuple[str, int | float]:
-    """Parse one parameter of the budget auto, such as ``most=4k``.
+    """Parse one parameter of the budget auto, such as ``most=4k``, into its name and value.
+
+    The parameters are ``least``, ``most`` and ``lost_vote``. The range of a value is not checked.
 
     Raises:
         InvalidArgumentError: the parameter is unknown or its value is not a number.
@@ -154,12 +162,15 @@ def _auto_parameter(text: str) -> tuple[str, int | float]:
 
 
 def token_budgets(text: str) -> tuple[int | str | dict[str, Any], ...]:
-    """Parse at least one budget, as `token_budget` does; several are separated by commas.
+    """Parse at least one budget; several have commas between them, such as 1024,auto,12%.
 
     Blanks between commas are ignored. A comma before ``NAME=`` belongs to the budget before it.
 
+    Returns:
+        The budgets in order, each in the form that `token_budget` returns.
+
     Raises:
-        InvalidArgumentError: there is no budget, or `token_budget` refuses one.
+        InvalidArgumentError: there is no budget, one is not a budget, or a number is less than 1.
     """
     if parts := [part for part in re.split(r",(?!\s*\w+=)", text) if part.strip()]:
         return tuple(token_budget(part) for part in parts)
@@ -195,10 +206,13 @@ def storage_bits(text: str) -> tuple[str, ...]:
 
 
 def one_storage(text: str) -> str | None:
-    """Parse a single way to store keys and values; return None for exact, and else the word.
+    """Parse a single way to store keys and values, such as exact or int4.
+
+    Returns:
+        The word as it was typed; None for exact, which is unquantized.
 
     Raises:
-        InvalidArgumentError: there are several, or `storage_bits` refuses the text.
+        InvalidArgumentError: there is none, there are several, or the word is unknown.
     """
     word, *more = storage_bits(text)
     if more:
@@ -222,7 +236,8 @@ def byte_count(name: str, text: str, before: str | None = None) -> int:
     Args:
         name: the name of the argument, for the error.
         text: the bytes as they were typed.
-        before: the part of the command line before the bytes, as in `count`.
+        before: the part of the command line before the bytes, for the example in the error. None
+            stands for the option called `name`.
 
     Raises:
         InvalidArgumentError: `text` is not a number with a unit.
@@ -258,10 +273,11 @@ class WholeNumber:
     is_counted: bool = True
 
     def read(self, name: str, text: str) -> Any:
-        """Parse the text of the option called `name`, and check the number.
+        """Parse the text of the option called `name`, and return an int.
 
         Raises:
-            InvalidArgumentError: `text` is not a whole number, or the number is out of range.
+            InvalidArgumentError: `text` is not a whole number, or the number is less than `least`
+                or more than the upper limit. Without `least`, no limit is checked.
         """
         number = count(name, text)
         if self.least is not None:
@@ -280,7 +296,9 @@ class TokenBudgetParameter(WholeNumber):
     least: int | None = 1
 
     def read(self, name: str, text: str) -> Any:
-        """Parse the budget.
+        """Parse a budget, and return it in the form that `token_budget` returns.
+
+        `name` is not used.
 
         Raises:
             InvalidArgumentError: `text` is not a budget, or the number is below `least`.
@@ -299,12 +317,15 @@ class ReadingLimit:
     seconds: int = DEFAULT_SECONDS
 
     def __str__(self) -> str:
-        """Return the limit as it is typed."""
+        """Return the limit as it is typed, such as "4096,90s"; the default time is left out."""
         is_default = self.seconds == self.DEFAULT_SECONDS
         return str(self.tokens) if is_default else f"{self.tokens},{self.seconds}s"
 
     def longer(self, times: float) -> Self:
-        """Return a limit with `1 + times` times the seconds, rounded up, and the same tokens."""
+        """Return a new limit with the same tokens and `1 + times` times as many seconds.
+
+        The seconds are rounded up.
+        """
         return replace(self, seconds=math.ceil((1 + times) * self.seconds))
 
 
@@ -316,7 +337,7 @@ class ReadingLimitParameter(WholeNumber):
     is_counted: bool = False
 
     def read(self, name: str, text: str) -> ReadingLimit:
-        """Parse the limit; without a time, it is `ReadingLimit.DEFAULT_SECONDS`.
+        """Parse a limit such as 4k or 4k,90s; without a time, it has 60 seconds.
 
         Raises:
             InvalidArgumentError: the number of tokens or the time is not a positive whole number,

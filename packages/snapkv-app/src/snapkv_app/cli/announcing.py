@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 def announce(step: str) -> None:
-    """Print one line about a slow step on standard error, if a terminal shows it."""
+    """Print one line about a slow step on standard error, if standard error is a terminal."""
     if Console(stderr=True).is_terminal:
         sys.stderr.write(f"snapkv: {step}\n")
 

@@ -56,18 +56,20 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def program(*names: str) -> typer.Typer:
-    """Import the named commands, or all of them, and return a program with these commands.
+    """Import the named commands, or all without a name, and return a program with them.
 
     Raises:
+        KeyError: there is no command with one of the names.
         MissingDependencyError: a command cannot be imported.
     """
     return _program(names or _places())
 
 
 def _program(names: Iterable[str]) -> typer.Typer:
-    """Return a program with the named commands alone, which may be none, and import them.
+    """Import the named commands, which may be none, and return a program with them alone.
 
     Raises:
+        KeyError: there is no command with one of the names.
         MissingDependencyError: a command cannot be imported.
     """
     found = typer.Typer(
@@ -117,7 +119,7 @@ def _import_command(name: str) -> tuple[Any, dict[str, tuple[str, ...]]]:
 
 
 def _place(name: str) -> str:
-    """Return the entry point of a command.
+    """Return the entry point of a command, as "module:attribute".
 
     Raises:
         KeyError: there is no such command.
@@ -127,7 +129,11 @@ def _place(name: str) -> str:
 
 @functools.cache
 def _places() -> dict[str, str]:
-    """Return the entry point of every command by name, with the commands of other packages."""
+    """Return the entry point of every command, as "module:attribute", by the name of the command.
+
+    The commands that other installed packages have registered are included; one with the name of a
+    built-in command is ignored. Later calls return the same dict, which the caller must not change.
+    """
     from importlib.metadata import entry_points  # slow to import
 
     registered = {point.name: point.value for point in entry_points(group="snapkv.commands")}
@@ -165,7 +171,7 @@ class _FlagsWithoutType:
     """A mixin for commands and groups, whose help shows no type after flags."""
 
     def get_params(self, context: Any) -> list[Any]:
-        """Return the parameters as the base class does, without the type of flags."""
+        """Return the parameters of the base class, in which flags have lost their type in place."""
         parameters: list[Any] = super().get_params(context)  # type: ignore[misc] # the other base's
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -218,10 +224,14 @@ class _LazyGroup(_Group):
         self.commands = _CommandList()  # type: ignore[assignment] # never changed
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
-        """Return the name, the imported command and the remaining arguments.
+        """Find and import the command that the first of the arguments names.
+
+        Returns:
+            The name, the imported command and the remaining arguments.
 
         Raises:
             MissingDependencyError: the command cannot be imported.
+            _UsageError: there is no such command.
         """
         name, found, rest = super().resolve_command(context, arguments)
         return name, found and _command(str(name)), rest
@@ -275,7 +285,11 @@ def run(arguments: list[str]) -> int:
         arguments: the command line, without the name of the program.
 
     Returns:
-        The exit status, see `snapkv_app.cli.main`. All errors are reported here and not raised.
+        The exit status: 0, 1 for a failure, 2 for bad input, 3 if ``--check`` found a difference,
+        or 130 after an interruption. All errors are reported here and not raised.
+
+    Raises:
+        SystemExit: the shell asks for the completion of a command line.
     """
     try:
         with named_output() as output, messages_shown():
@@ -378,9 +392,10 @@ def _explain(error: BaseException, arguments: list[str]) -> int:
 def _print_json_error(error: Exception) -> None:
     """Print an error as a JSON object on standard output, for a program that reads it.
 
-    The code is the class of the error, such as ``PromptTooLongError``, see `snapkv.errors`; a
-    parsing error counts as ``InvalidArgumentError``. The argument is the word before the first
-    colon of the message, or null.
+    The object has the only key "error", an object with "code", "argument" and "message". The code
+    is the class of the error, such as ``PromptTooLongError``; a parsing error counts as
+    ``InvalidArgumentError``. The argument is the word before the first colon of the message, or
+    null.
     """
     refusal = error if isinstance(error, SnapKVError) else InvalidArgumentError(_in_words(error))
     argument, colon, _ = str(refusal).partition(":")

@@ -34,11 +34,11 @@ class Default:
 
 
 def read_defaults() -> dict[str, Default]:
-    """Return the defaults by option; an environment variable comes before a file.
+    """Return the defaults that a user has set for options, by the name of the option.
 
-    The variables are ``SNAPKV_MODEL``, ``SNAPKV_BUDGET`` and so on. The file is the nearest
-    ``snapkv.toml``, or ``pyproject.toml`` with a table ``[tool.snapkv]``, in the working directory
-    or a folder above it.
+    An environment variable comes before a file. The variables are ``SNAPKV_MODEL``,
+    ``SNAPKV_BUDGET`` and so on. The file is the nearest ``snapkv.toml``, or ``pyproject.toml`` with
+    a table ``[tool.snapkv]``, in the working directory or a folder above it.
 
     The values themselves are not checked. An empty variable counts as missing.
 

@@ -44,7 +44,7 @@ NEXT = (
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(ModelOptions):
-    """The options of the demo, with the same defaults as `snapkv ask`."""
+    """The options of the command `snapkv demo`, with the same defaults as in `snapkv ask`."""
 
     budget: Annotated[
         Any,
@@ -55,7 +55,11 @@ class DemoOptions(ModelOptions):
     ] = AUTO
 
     def __post_init__(self) -> None:
-        """Check also that the budget is larger than the window."""
+        """Check the options, among them that the budget is larger than the window.
+
+        Raises:
+            InvalidArgumentError: the budget is too small, or a parameter of auto is out of range.
+        """
         super().__post_init__()
         PolicyOptions(budget=self.budget)
 
@@ -130,7 +134,11 @@ def _label(text: str) -> str:
 
 
 def _describe_savings(ours: Any, full: Any) -> str:
-    """Return a line on what the compressed cache saves, and whether both answers are the same."""
+    """Return a line that compares an answer of the compressed cache with one of the full cache.
+
+    It says how many bytes are saved, how long a token takes if both answers have later tokens, and
+    whether both texts are the same. It does not end with a line break.
+    """
     held, full_bytes = ours.cache.held_bytes, full.cache.held_bytes
     line = f"Saved: {1 - held / full_bytes:.0%} of the cache, {format_bytes(held)} instead of "
     line += format_bytes(full_bytes)

@@ -55,7 +55,9 @@ class InspectOptions(MethodOptions, WritingOptions):
     )
 
     def __post_init__(self) -> None:
-        """Check also the methods of ``--beside`` and their budgets, but not their parameters.
+        """Check the options, among them the methods and budgets of ``--beside``.
+
+        The parameters of these methods are not checked.
 
         Raises:
             InvalidArgumentError: a method is unknown, or its budget is not a budget.
@@ -182,6 +184,7 @@ def _compared_policies(options: InspectOptions, policy: Any) -> list[tuple[str, 
     """Build a label and a policy for each method of ``--beside``.
 
     A method without a budget gets that of `policy`, or `DEFAULT_BUDGET` if it is not a number.
+    ``@BUDGET`` alone is the method of the options with that budget.
 
     Raises:
         InvalidArgumentError: a method that takes no budget, or has one already, is given another;

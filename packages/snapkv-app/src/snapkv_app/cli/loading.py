@@ -53,7 +53,10 @@ def load_model(options: ModelOptions) -> LoadedModel:
 
 
 def load_arguments(options: ModelOptions) -> dict[str, Any]:
-    """Return the arguments of `snapkv_app.models.load` for the options that are given."""
+    """Return the arguments with which `snapkv_app.models.load` follows the options.
+
+    They are a new dict, in which options that were not given are missing.
+    """
     given = {name: value for name in _LOAD_OPTIONS if (value := getattr(options, name))}
     return given if options.model is None else given | {"name": options.model}
 
@@ -72,7 +75,7 @@ def load_other(name: str, options: ModelOptions) -> LoadedModel:
 
 
 def say_if_demo(loaded: LoadedModel) -> None:
-    """If the demo model is loaded, warn on standard error that its answers are often wrong."""
+    """Warn on standard error that answers are often wrong, if the demo model has been loaded."""
     if loaded.name == DEMO:
         sys.stderr.write(
             "snapkv: this is the demo model, a small model for trying the commands, whose answers "
@@ -126,7 +129,7 @@ class ReadingBar:
         self.bar.reset(self.task, description=f"{description}, {done + 1:,} of {total:,}")
 
     def before(self, on_text: TextSink) -> TextSink:
-        """Return a sink that removes the bar and then passes each text on to `on_text`."""
+        """Return a function that passes each text on to `on_text`, and removes the bar before."""
 
         def write(text: str) -> None:
             self.bar.stop()

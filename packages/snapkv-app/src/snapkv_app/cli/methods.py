@@ -32,17 +32,18 @@ RECORD = Path(__file__).with_name("methods.json")
 def methods() -> dict[str, dict[str, Any]]:
     """Return the `class`, the `summary` and the `parameters` of every method, by name.
 
-    Each parameter has a `type` and a `default`, as they are written on a command line.
+    Each parameter has a `type` and a `default`, as they are written on a command line. Every call
+    returns the same dict, which the caller must not change.
     """
     found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))
     return found
 
 
 def known_method(name: str, argument: str = "policy") -> str:
-    """Return the name of the method that is given by its name or its class.
+    """Return the name of a method, which may be given by the name of its class instead.
 
     Args:
-        name: the name or class.
+        name: the name of the method, such as "snapkv", or of its class, such as "SnapKV".
         argument: the name of the argument, for the error.
 
     Raises:
@@ -69,10 +70,12 @@ def specs(texts: Iterable[str]) -> list[str]:
 
 
 def assignments(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Split ``NAME=VALUE`` texts into names, with underscores, and values.
+    """Split ``NAME=VALUE`` texts into pairs of a name, with underscores, and a value.
+
+    A value may be empty.
 
     Raises:
-        InvalidArgumentError: a text has no name or no value.
+        InvalidArgumentError: a text has no name, or no ``=``.
     """
     found = []
     for text in texts:
@@ -194,7 +197,8 @@ def takes_budget(name: str, given: Iterable[str]) -> bool:
 def parsed(spec: str) -> tuple[str, dict[str, Any]]:
     """Split a text such as ``snapkv:kernel_size=13`` into the name of a method and its parameters.
 
-    The parameters are converted to their types, see `typed_assignments`.
+    The values are converted to the types of the parameters. The value of an unknown parameter stays
+    a text.
 
     Raises:
         InvalidArgumentError: the method is unknown, or a parameter is not written as
@@ -281,7 +285,9 @@ def require_values(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _require_values(found: Chosen) -> None:
-    """Check the parameters of a method and of those that it wraps, as `require_values` does.
+    """Check the parameters of a method and of the methods that it wraps, as far as possible here.
+
+    Only words of a fixed list, the pooling, the budget and `keep_ratio` are checked.
 
     Raises:
         InvalidArgumentError: a value is wrong.

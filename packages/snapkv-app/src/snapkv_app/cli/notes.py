@@ -43,8 +43,9 @@ def drops_nothing(report: Mapping[str, Any]) -> bool:
 def is_little_lost(report: Mapping[str, Any]) -> bool | None:
     """Return whether too few votes are lost to change answers often; None if that is unknown.
 
-    True if nothing was dropped. Otherwise the report must have `lost_votes` and `lost_vote_peak`,
-    which are compared with `LITTLE_SUM` and `LITTLE_VOTE`.
+    True if nothing was dropped. Otherwise the numbers `lost_votes` and `lost_vote_peak` in the
+    report of the cache are compared with `LITTLE_SUM` and `LITTLE_VOTE`; without both of them, the
+    result is None.
     """
     if drops_nothing(report):
         return True
@@ -56,7 +57,11 @@ def is_little_lost(report: Mapping[str, Any]) -> bool | None:
 
 
 def format_lost_votes(report: Mapping[str, Any]) -> str:
-    """Return the table cell for the share of lost votes, in percent; "-" if it is unknown."""
+    """Return the table cell for the votes that a compressed cache has lost.
+
+    It is the share in percent, such as "12 %"; "nothing was dropped"; or "-" if the share is
+    unknown. `report` is the report of the cache.
+    """
     if drops_nothing(report):
         return "nothing was dropped"
     share = report.get("lost_votes")
@@ -109,6 +114,15 @@ def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[s
     The command has a larger budget. If the votes have chosen the budget, the command compares with
     the full cache instead, which shows whether a larger budget would help. There is no command if
     the answers are compared already, and none for a method without a budget.
+
+    Args:
+        answers: the answer of the compressed cache and, to compare, that of the full cache.
+        options: the options of the command.
+        typed: the command line, as it was typed.
+
+    Returns:
+        A note whose record has "share" and "peak", the fraction of votes that were lost and the
+        largest one of a single position; and "command". Each of them may be None.
     """
     ours, *full = answers
     change, gain = larger_budget(options, ours), "for a larger budget"
@@ -123,7 +137,10 @@ def votes_note(answers: Sequence[Answer], options: RunOptions, typed: Sequence[s
 
 
 def _has_auto_budget(policy: Mapping[str, Any]) -> bool:
-    """Return whether the votes choose the budget of a method, or of the method that it wraps."""
+    """Return whether the votes choose the budget of a method, or of the method that it wraps.
+
+    `policy` has the name and the parameters of the method, as `Policy.describe` returns them.
+    """
     budget, inner = policy.get("budget"), policy.get("policy")
     if isinstance(inner, Mapping):
         return _has_auto_budget(inner)
@@ -133,7 +150,8 @@ def _has_auto_budget(policy: Mapping[str, Any]) -> bool:
 def checked_note(answer: Answer, full: Answer, tokens: int) -> Note:
     """Return the note on whether the first `tokens` tokens of both answers are equal.
 
-    If they differ, its exit status is `DIFFERS`.
+    Its record has "tokens" and the fields of `Comparison`. If the tokens differ, its exit status is
+    `DIFFERS`.
     """
     found = Comparison.of_first(answer, full, tokens)
     if found.first_difference is None:
@@ -165,6 +183,9 @@ def compared_note(
         options: the options of the command.
         typed: the command line, as it was typed.
         exactly: the change of options that makes the prefill exact; empty if it is exact.
+
+    Returns:
+        A note whose record has the fields of `Comparison`, and "command", which may be None.
     """
     found = Comparison.of(ours, full)
     has_reason = not (found.same or options.temperature)  # sampled answers differ by chance

@@ -214,7 +214,7 @@ class MethodOptions(PolicyOptions):
     ] = GenerationSettings.temperature
 
     def __post_init__(self) -> None:
-        """Check also that `answer_start` is valid Unicode.
+        """Check the options, among them that `answer_start` is valid Unicode.
 
         Raises:
             InvalidArgumentError: `answer_start` is not valid Unicode.
@@ -301,7 +301,7 @@ class RunOptions(MethodOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Check also the assistant, the way to read the prompt, and ``--check``.
+        """Check the options, among them the assistant, the way to read, and ``--check``.
 
         Raises:
             ModelNotFoundError: `assistant` names a file or folder that does not exist or is no
@@ -382,10 +382,11 @@ class AskOptions(RunOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check also that options for a library come with one, and options for files without one.
+        """Check the options, among them that those for a library and for files are not mixed.
 
         Raises:
-            InvalidArgumentError: an option is for the other source, or `recompute` is out of range.
+            InvalidArgumentError: an option for a library is given without a library, an option for
+                files is given with one, or `recompute` is out of range.
         """
         super().__post_init__()
         if self.recompute is not None:
@@ -475,7 +476,7 @@ class ReadingOptions(ComparedOptions):
     ] = None
 
     def __post_init__(self) -> None:
-        """Check also the ways to read prompts.
+        """Check the options, among them the ways to read prompts.
 
         Raises:
             InvalidArgumentError: one of them is unknown, or is repeated.

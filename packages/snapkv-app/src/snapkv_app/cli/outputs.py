@@ -36,7 +36,10 @@ class Output:
     beside: tuple[str, ...] = ()
 
     def targets(self, path: Path) -> list[Path]:
-        """Return the files that are written for the value `path` of the option."""
+        """Return the files that a command writes for the value `path` of the option.
+
+        They are the files in the folder `path`, or `path` itself and then the files beside it.
+        """
         if self.files:
             return [path / name for name in self.files]
         endings = self.beside if path.name else ()  # the folder "." is refused later
@@ -55,9 +58,9 @@ class Output:
         return False
 
     def strangers(self, path: Path) -> list[str]:
-        """Return the names of foreign files in the folder, which forbid writing to it.
+        """Return the names of files in the folder `path` that forbid writing to it.
 
-        Without a special mark, no file does.
+        The list is empty for this class. A subclass may know foreign files.
         """
         return []
 
@@ -126,7 +129,7 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
         fingerprint: a digest of the settings of the run.
 
     Returns:
-        `given`, or a folder in ``snapkv-results`` with a name of the other arguments.
+        `given`, or a folder such as ``snapkv-results/KIND-MODEL-FINGERPRINT``.
     """
     if given is not None:
         return Path(given)
@@ -135,7 +138,7 @@ def results_folder(given: str | None, kind: str, model: str, fingerprint: str) -
 
 
 def require_outputs(marked: Mapping[str, Output], given: Mapping[str, Any]) -> None:
-    """Raise unless the command may write its outputs.
+    """Raise unless a command may write all of its output files.
 
     Every text in the options that are not outputs counts as a possible input file.
 

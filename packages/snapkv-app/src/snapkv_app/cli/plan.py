@@ -36,7 +36,7 @@ EXAMPLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options of `snapkv plan`."""
+    """The options of the command `snapkv plan`, of which only the dtype is checked here."""
 
     context: Annotated[
         str | None, panels.work(help="Number of prompt tokens, such as 32k or 1.5k")
@@ -113,7 +113,9 @@ class PlanOptions:
 
 
 def memory_of(text: str) -> int:
-    """Parse the memory of a device: bytes with a unit, or the name of a card.
+    """Parse the memory of a device, and return it in bytes.
+
+    `text` is a number of bytes with a unit, or the name of a card.
 
     Raises:
         InvalidArgumentError: `text` is neither of them, or is a card that is sold with several
@@ -200,7 +202,10 @@ def plan_table(plan: Plan) -> Grid:
 
 
 def shapes_table(shapes: Mapping[str, dict[str, Any]]) -> Grid:
-    """Build a table with a row for each published shape, as `plan.shapes.described` returns it."""
+    """Build a table with a row for each published shape.
+
+    `shapes` has the result of `plan.shapes.described` for each shape, by its name.
+    """
     rows = [
         (
             name,
@@ -236,14 +241,18 @@ def _in_bits(request: Request) -> str:
 
 
 def _describe_weights(model: Footprint) -> str:
-    """Return the dtype of the weights, and their quantization if the plan counts it."""
+    """Return the dtype, and after it the quantization of the weights if the plan counts it."""
     if model.quantization is None or not is_counted(model.quantization):
         return model.dtype
     return f"{model.dtype}, weights in {model.quantization}"
 
 
 def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
-    """Return the cells of a column of the plan's table, by the heading of their row."""
+    """Return the cells of a column of the plan's table, by the heading of their row.
+
+    There are no cells about what fits without a size of memory, and none about time without a
+    bandwidth.
+    """
     cells = {
         "cache after the prompt": format_bytes(needs.cache_bytes),
         "prefill peak, weights excluded": format_bytes(needs.prefill_peak_bytes),
@@ -266,10 +275,10 @@ def _plan_cells(plan: Plan, needs: CacheNeeds) -> dict[str, str]:
 
 
 def _format_longest(tokens: int | None, limit: int | None) -> str:
-    """Return the number of tokens that fit, for a table; "none" for None and 0.
+    """Return the text of a table's cell for a number of tokens, such as "4,096" or "none".
 
     Args:
-        tokens: the number of tokens.
+        tokens: the number of tokens that fit; "none" is written for 0 and None.
         limit: the number for which the model has positions; if `tokens` equals it, a remark says
             so. None if the model has no limit.
     """

@@ -36,7 +36,7 @@ def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
 def usual_bits(
     policy: Policy, model: Any, options: RunOptions | None = None
 ) -> tuple[Bits | None, str]:
-    """Choose the `quantize` of `CompressedCache`.
+    """Choose the format in which a compressed cache stores keys and values.
 
     The default method quantizes if its budget is in bytes: more tokens fit then, but each decode
     step takes longer. Any other method does not, and neither do options with `exact_bits`.
@@ -59,7 +59,9 @@ def usual_bits(
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:
-    """Build the policy called `name`, with parameters that `chosen` assigns.
+    """Build the policy of a method with parameters.
+
+    A parameter that the method itself lacks goes to every method that it wraps and that has it.
 
     Args:
         name: the name of a method, or "default".
@@ -84,9 +86,10 @@ def named_policies(
     A policy that takes no budget, or whose parameters set one, appears one time.
 
     Args:
-        baselines: texts that name methods, with parameters, as `specs` splits them.
-        policies: likewise.
-        budgets: the budgets, as `token_budget` returns them.
+        baselines: texts with methods and their parameters, such as "snapkv:kernel_size=13,h2o",
+            each for one or several methods.
+        policies: such texts for the policies.
+        budgets: the budgets, in the form that policies take.
 
     Returns:
         A label and the policy for each of them, in this order. The label is the text, followed by
@@ -108,7 +111,7 @@ def named_policies(
 
 
 def _format_budget(budget: int | str | dict[str, Any]) -> str:
-    """Return a budget as it is written on the command line; a dictionary must be one of auto."""
+    """Return a budget as it is typed on the command line; a dict must have the key "auto"."""
     if not isinstance(budget, dict):
         return str(budget)
     return f"{AUTO}:" + ",".join(f"{name}={value}" for name, value in budget[AUTO].items())

@@ -102,10 +102,13 @@ class ServeOptions:
     def held_sessions(self) -> dict[str, Any] | None:
         """Return the settings of sessions, or None without ``--sessions``.
 
-        "most_bytes" is 0 if the server shall choose it.
+        Returns:
+            A dict with the only key "most_bytes", an int: the bytes of ``--session-bytes``, or 0
+            without that option, which lets the server choose.
 
         Raises:
-            InvalidArgumentError: ``--session-bytes`` is given alone, or is not a number of bytes.
+            InvalidArgumentError: ``--session-bytes`` is given without ``--sessions``, has no number
+                with a unit such as 2GiB, or is less than 1 byte.
         """
         if not self.sessions:
             if self.session_bytes is not None:
@@ -118,7 +121,7 @@ class ServeOptions:
         """Parse an option in bytes, or return 0 without it, which lets the server choose.
 
         Raises:
-            InvalidArgumentError: the option is not a positive number of bytes.
+            InvalidArgumentError: the option has no number with a unit, or is less than 1 byte.
         """
         if (given := getattr(self, name)) is None:
             return 0

@@ -88,7 +88,10 @@ def _warm_up(model: Any) -> None:
 
 
 def answers_table(answers: Sequence[Answer], *, with_text: bool) -> Grid:
-    """Build a table with a column for each answer, of its text if `with_text`, and its costs."""
+    """Build a table with a column for each answer, which shows its costs.
+
+    With `with_text`, the text of the answer is above its costs.
+    """
     columns = [_costs(answer) for answer in answers]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[0]]
     if with_text:
@@ -119,9 +122,10 @@ def _costs(answer: Answer) -> dict[str, str]:
 
 
 def answer_record(answer: Answer, *, with_layers: bool) -> dict[str, Any]:
-    """Return an answer as a dictionary that JSON can represent.
+    """Return an answer as a new dict that JSON can represent.
 
-    The list of layers in the report of the cache, which is long, is left out unless `with_layers`.
+    Its keys are "method", the name of the method, and the fields of `Answer`. The list of layers in
+    the report of the cache, which is long, is left out unless `with_layers`.
     """
     record = {"method": method_name(answer.policy), **asdict(answer)}
     if not with_layers:
@@ -134,7 +138,7 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software, to be recorded with an answer."""
+    """Return the versions of snapkv, torch and transformers by name, to be put into results."""
     return {
         "snapkv": __version__,
         "torch": torch.__version__,

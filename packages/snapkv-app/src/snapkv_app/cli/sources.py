@@ -71,7 +71,11 @@ class Source(ABC):
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits of the cache, and a reason if the default quantization is impossible."""
+        """The bits in which the cache stores keys and values, and a reason.
+
+        The bits are None for an unquantized cache. The reason is empty, except if the default
+        quantization is impossible.
+        """
         return usual_bits(self.policy, self.loaded.model, self.options)
 
     def answer(self, on_text: TextSink | None) -> Answer:
@@ -102,10 +106,10 @@ class Source(ABC):
 
     @abstractmethod
     def request(self) -> dict[str, Any]:
-        """Return what was asked, with the documents and warnings, for the JSON object."""
+        """Return the part of the JSON output that repeats what was asked, as a new dict."""
 
     def cited(self) -> list[str]:
-        """Return the lines to print between an answer and its costs."""
+        """Return the lines to print between an answer and its costs; none for this class."""
         return []
 
 
@@ -143,7 +147,12 @@ class PromptSource(Source):
         return answer(self.loaded, self.prompt, policy, settings, protection=protection, **ways)
 
     def request(self) -> dict[str, Any]:
-        """Return the names of the documents, and warnings about them."""
+        """Return the part of the JSON output that repeats what was asked.
+
+        Returns:
+            A new dict with "documents", the names of the documents, and "warnings", the list of the
+            source's warnings itself. Subclasses add further keys.
+        """
         return {"documents": [each.name for each in self.documents], "warnings": self.warnings}
 
 
@@ -156,10 +165,12 @@ def open_prompt(
         kind: the class of the source.
         options: the options of the command.
         policy: the method that compresses the cache.
-        given: the other fields of the source.
+        given: the other fields of `kind`, except `protection`, `loaded` and `drafts`, which are
+            made here.
 
     Raises:
-        InvalidArgumentError: tokens cannot be drafted with these options.
+        InvalidArgumentError: tokens cannot be drafted with these options, or a text to protect is
+            empty.
         SnapKVError: the model cannot be loaded, or the prompt cannot be made.
     """
     given["protection"] = protection_of(options, system=kind.keeps_system)
@@ -182,13 +193,21 @@ class TextSource(PromptSource):
 
     @cached_property
     def prompt(self) -> Prompt:
-        """The files, then the text."""
+        """The text of the files, and after it the text to continue or to answer.
+
+        Raises:
+            InvalidArgumentError: the text is a message, and the model has no chat template.
+        """
         text = "\n\n".join(filter(None, [text_files.join(self.documents), self.text]))
         make = chat_prompt if self.is_chat else text_prompt
         return make(self.loaded.tokenizer, text, answer_start=self.options.answer_start)
 
     def request(self) -> dict[str, Any]:
-        """Return the names of the documents, warnings about them, and the text."""
+        """Return the part of the JSON output that repeats what was asked.
+
+        Returns:
+            A new dict with "documents", their names; "warnings" about them; and "prompt", the text.
+        """
         return super().request() | {"prompt": self.text}
 
 
@@ -239,7 +258,7 @@ class FilesSource(PromptSource):
 
     @property
     def _readings(self) -> int:
-        """How many times as long as a single pass the model needs to read the documents.
+        """The time of reading the documents, as a multiple of the time of a single pass.
 
         The second pass of KVzip takes about as long as two.
         """
@@ -292,9 +311,14 @@ class FilesSource(PromptSource):
         return len(self._prompt_about(read).encoded(self.loaded.tokenizer)[0])
 
     def request(self) -> dict[str, Any]:
-        """Return the documents, warnings about them, the question and the passages.
+        """Return the part of the JSON output that repeats what was asked.
 
-        "passages" is None if the documents were read in full.
+        Returns:
+            A new dict with "documents", their names; "warnings" about them; "question"; and
+            "passages", which is None if the documents were read in full. Otherwise it is a dict of
+            the numbers of passages that were "read", of all passages in "of", and of those
+            "fitting" into the number of tokens alone; and "places", each with "document" and
+            "lines".
         """
         about = super().request() | {"question": self.question, "passages": None}
         if found := self._excerpts:
@@ -359,14 +383,16 @@ class LibrarySource(Source):
 
     @property
     def recompute(self) -> float:
-        """The fraction of the tokens of the documents that is computed again."""
+        """The fraction of the documents' tokens that the second layer computes again."""
         return DEFAULT_RECOMPUTE if self.options.recompute is None else self.options.recompute
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits of the cache, and a reason if the default quantization is impossible.
+        """The bits in which the cache stores keys and values, and a reason.
 
-        It is also impossible if compressed documents are joined without being read again.
+        The bits are None for an unquantized cache. The reason is empty, except if the default
+        quantization is impossible. That is also so if compressed documents are joined without being
+        read again.
         """
         quantize, why = super().bits
         if quantize is not None and self.is_partial:
@@ -403,7 +429,12 @@ class LibrarySource(Source):
         return {"answer_start": self.options.answer_start}
 
     def request(self) -> dict[str, Any]:
-        """Return the question, the library, the documents found in it, and warnings about them."""
+        """Return the part of the JSON output that repeats what was asked.
+
+        Returns:
+            A new dict with "library", its path; "recompute"; "sources", a dict for each document
+            with the fields of `Hit` except its key; "warnings"; and "question".
+        """
         sources = [asdict(hit) for hit in self.hits]
         return {
             "library": str(self.library.path),
@@ -437,7 +468,7 @@ def open_library(
         question: the question to answer.
         hits: the documents that match the question, the best match first.
         warnings: warnings about the documents. This function and the library add to the list.
-        given: the other fields of the source.
+        given: the fields `search_ms` and `typed` of the source.
 
     Returns:
         The source. If the documents are compressed and no option names a method or a parameter, its

@@ -58,7 +58,10 @@ def hide_messages(is_quiet: bool) -> bool:
 
 @contextlib.contextmanager
 def messages_shown() -> Iterator[None]:
-    """Restore standard error after the block, in which `hide_messages` may have hidden it."""
+    """Let `hide_messages` hide standard error only until the end of this block.
+
+    The replaced `sys.stderr` is closed then, and the one from before the block is set again.
+    """
     before: TextIO = sys.stderr
     try:
         yield
@@ -107,12 +110,19 @@ class NamedStream:
 
 
 def write(text: str) -> None:
-    """Write to standard output, and escape control characters if it is a terminal."""
+    """Write a text to standard output at once, with control characters escaped on a terminal.
+
+    Characters that standard output cannot encode are escaped, too. A failed write raises an
+    OutputError within `named_output`.
+    """
     write_drawn(without_controls(text) if sys.stdout.isatty() else text)
 
 
 def write_drawn(text: str) -> None:
-    """Write to standard output with control characters, and escape those it cannot encode."""
+    """Write a text to standard output at once, with its control characters, such as colors.
+
+    Characters that standard output cannot encode are escaped.
+    """
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
@@ -121,7 +131,8 @@ def write_drawn(text: str) -> None:
 def write_json(record: dict[str, Any], *, indent: int | None = 2) -> None:
     """Write one JSON object and a line break to standard output.
 
-    Each list of numbers is on one line. With `indent` None, the whole object is.
+    Each list of numbers is on one line. With `indent` None, the whole object is on one line. A
+    failed write raises an OutputError within `named_output`.
     """
     text = json.dumps(record, indent=indent)
     write(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")

@@ -84,7 +84,7 @@ class Inspection:
     methods: list[MethodRecord]
 
     def page(self, request: dict[str, Any]) -> Page:
-        """Build the page; nothing is written.
+        """Build the HTML page of the inspector, without writing it to a file.
 
         Args:
             request: the model, the names of the `documents`, and everything else that a user needs

@@ -11,7 +11,7 @@ __all__ = ["Part", "blend", "joined_ids"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: joining needs torch, listing documents does not.
+    """Import a public name on its first use, so that listing documents does not import torch.
 
     Raises:
         AttributeError: the package has no public name `name`.

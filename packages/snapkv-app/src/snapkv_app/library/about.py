@@ -87,7 +87,7 @@ class About:
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Self:
-        """Build the description from the content of `library.json`.
+        """Build the description from the content of `library.json`, which `as_json` returns.
 
         Args:
             content: the bytes of the file.
@@ -114,7 +114,9 @@ class About:
         )
 
     def made_policy(self, tokenizer: Any) -> "Policy":
-        """Build the policy that compresses the documents, for texts of this tokenizer.
+        """Build the policy that compresses the documents.
+
+        A policy that looks at token ids takes them from `tokenizer`.
 
         Raises:
             CacheMismatchError: this version does not know the name of the policy.

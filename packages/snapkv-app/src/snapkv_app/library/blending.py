@@ -67,7 +67,7 @@ def blend(
             constant factor from layer to layer, to a tenth in the last layer; above 0.5 it falls
             less. 0 runs no forward pass, and neither does a single part unless `recompute` is 1.
             1 reads all tokens in all layers, which is exact.
-        options: as for `CompressedCache`.
+        options: further keyword arguments of `CompressedCache`, such as `quantize`.
 
     Returns:
         A new cache that has read `joined_ids(parts)`.
@@ -159,10 +159,10 @@ def _require_compatible(cache: CompressedCache, held: Evenness) -> None:
         held: which tokens the joined layers store.
 
     Raises:
-        InvalidArgumentError: the heads store different numbers of tokens, and the policy evicts
-            after every token. Or they store equally many, and the policy reads prompts twice, needs
-            the queries of the documents, which are not stored, or cannot select from the tokens
-            that are left. Or an option of the cache needs tokens that the parts have evicted.
+        InvalidArgumentError: an option of the cache needs tokens that the parts have evicted. If
+            the heads store different numbers of tokens: the policy evicts after every token. If
+            they store equally many: the policy reads prompts twice, needs the queries of the
+            documents, which are not stored, or cannot select from the tokens that are left.
     """
     policy = cache.policy
     if held == "uneven":

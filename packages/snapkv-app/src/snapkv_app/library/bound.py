@@ -51,8 +51,8 @@ class SizeLimit:
             The documents to evict, the least recently used first; empty if all of them fit.
 
         Raises:
-            InvalidArgumentError: the new document does not fit even if all documents are evicted
-                that may be.
+            InvalidArgumentError: the limit would be exceeded even if all documents were evicted
+                that may be evicted.
         """
         excess = self._held_bytes - self._bytes_of(key) + size - self._most_bytes
         if excess <= 0:
@@ -79,6 +79,7 @@ class SizeLimit:
         """Count a document that was written, and return the documents to evict for it.
 
         From now on the returned documents do not count any more, and the caller must remove them.
+        They are also added to `evicted`. The least recently used one comes first.
 
         Raises:
             InvalidArgumentError: the document does not fit, as for `too_many`; it is not counted.

@@ -104,7 +104,7 @@ class Folder:
 
     @property
     def was_begun(self) -> bool:
-        """Whether a process has begun to add documents."""
+        """Whether a process has ever begun to change the library, even if it was stopped early."""
         return (self.path / _LOCK).exists()
 
     def begin(self, about: About) -> None:
@@ -184,7 +184,10 @@ class Folder:
         return found
 
     def stamp_of(self, key: str) -> str | None:
-        """Return the stamp of one record, see `stamps`; None if the document was removed."""
+        """Return a text that changes whenever a record is written.
+
+        None if the document was removed.
+        """
         try:
             return _stamp(self._record_file(key).stat())
         except FileNotFoundError:
@@ -203,7 +206,10 @@ class Folder:
         return f"{status.st_ino} {status.st_mtime_ns}"
 
     def settled(self) -> str | None:
-        """Return the `mark` if no later change can have the same mark; None otherwise."""
+        """Return the `mark` if no later change can get the same mark.
+
+        None if there is no mark, or if a record was created or removed in the last two seconds.
+        """
         mark = self.mark()
         is_old = mark and int(mark.split()[1]) < time.time_ns() - SETTLED_NS
         return mark if is_old else None
@@ -253,7 +259,8 @@ class Folder:
     def fault_of(self, record: Record, *, checked: bool) -> Fault | None:
         """Return the fault of the cache file of a document; None if it is undamaged.
 
-        A missing file counts as damaged, and so does another one than was written with the record.
+        A missing file counts as damaged, and so does a file other than the one that was written
+        with the record.
 
         Args:
             record: the document.
@@ -266,7 +273,7 @@ class Folder:
     # The last use of a document is the time of an empty file.
 
     def note_asked(self, key: str) -> None:
-        """Record that a question uses a document now, if the folder can be written."""
+        """Store that a question uses a document now; if that is impossible, nothing is stored."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
             place.parent.mkdir(exist_ok=True)
@@ -298,8 +305,8 @@ class Folder:
         that are left.
 
         Yields:
-            The keys of the documents that have been written or removed so far. `write` and `remove`
-            add to this set.
+            The keys of the documents that have been written or removed in this block so far. It is
+            empty at first, and `write` and `remove` add to it.
 
         Raises:
             LibraryError: another process holds the lock.
@@ -361,8 +368,8 @@ class Folder:
     ) -> Record:
         """Write the cache and the record of a document, which replace those of `before`.
 
-        If writing fails, the earlier document is unchanged, and the new file is removed. The caller
-        must hold the lock.
+        If writing fails, the earlier document is unchanged. A new cache file that is left then is
+        removed by the next process that changes the library. The caller must hold the lock.
 
         Args:
             text: the document.
@@ -419,10 +426,12 @@ class Folder:
         """Remove documents, and return their records in the order of the keys.
 
         Every record is removed before its cache file, so that no reader looks for a missing file.
-        Unknown keys and damaged records are ignored. The caller must hold the lock.
+        The cache file and the time of the last question stay if they cannot be removed. Unknown
+        keys and damaged records are ignored. The caller must hold the lock, and must not pass a key
+        twice.
 
         Raises:
-            OutputError: a record cannot be removed.
+            OutputError: a record cannot be removed; the documents before it are gone already.
         """
         keys = list(keys)
         self._changed.update(keys)

@@ -154,9 +154,10 @@ class Index:
             self._store_mark(settled)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Update the index for the documents with these keys, which are all that have changed.
+        """Update the index for documents that this process has just changed.
 
-        The caller must hold the lock of the folder.
+        `keys` must contain the keys of all documents that have changed since the last update. The
+        caller must hold the lock of the folder.
         """
         mark = self._folder.new_mark()
         with self._changing():
@@ -181,7 +182,7 @@ class Index:
                 self._on_notice(entry.as_notice())
 
     def _insert(self, stamp: str, record: Record) -> None:
-        """Add a document and its passages to the tables."""
+        """Add a document, which must not be in the tables yet, and its passages to them."""
         about = (record.key, stamp, record.name, record.source, record.tokens, record.bytes)
         self.connection.execute("insert into documents values (?, ?, ?, ?, ?, ?)", about)
         for *span, words, text in _rows(record):
@@ -191,7 +192,10 @@ class Index:
             self.connection.execute(INSERT_PASSAGE, row)
 
     def _store_mark(self, mark: str | None) -> None:
-        """Store the mark of the folder whose records are all in the index; None stores none."""
+        """Replace the stored mark of the folder, which says that the index has all its records.
+
+        With None, no mark is stored, and the next `update` compares the stamps of all records.
+        """
         self.connection.execute("delete from mark")
         if mark is not None:
             self.connection.execute("insert into mark values (?)", (mark,))
@@ -258,10 +262,11 @@ _LONE = (
 
 
 def fault_of(folder: Folder) -> Fault | None:
-    """Return the fault of the index file of a folder; None if it is missing or undamaged.
+    """Check the full-text index of a library, and return how it is damaged.
 
-    The file is not changed. A file of another version counts as undamaged, because the next search
-    replaces it. So does a file that cannot be opened now, see `cannot_be_written`.
+    None if the index file is missing or undamaged. The file is not changed. A file of another
+    version counts as undamaged, because the next search replaces it. So does a file that cannot be
+    opened now, see `cannot_be_written`.
     """
     file = folder.index_file
     if not file.exists():

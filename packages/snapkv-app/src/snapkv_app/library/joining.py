@@ -26,6 +26,7 @@ from snapkv.hf.model_parts import max_positions, rotations_of
 from snapkv.validation import require_int
 
 Turn = Callable[[Tensor, Tensor], Tensor]
+"""Rotates keys (1, H, S, D) by a number of positions, (1, 1) int64, and returns new keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +225,8 @@ def _named(model: PreTrainedModel) -> str:
 @dataclass(frozen=True, kw_only=True)
 class JoinedLayer:
     """The stored keys and values of all N joined tokens in one layer.
+
+    There are H KV heads, and each has S slots for a token.
 
     Attributes:
         key_states: (1, H, S, D), rotated to the tokens' positions in the joined text.

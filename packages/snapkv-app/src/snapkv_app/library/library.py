@@ -57,7 +57,8 @@ class Outcome:
         name: the name of the document.
         what: "read" if the document is new, "changed" if it had another text, "mended" if its file
             was damaged, "skipped" if it is unchanged, "failed" if it cannot be read, "dropped" if
-            its source file was deleted, and "evicted" if the limit has no room for it.
+            its source file was deleted, and "evicted" if it was removed for a new document,
+            because of the limit.
     """
 
     name: str
@@ -88,7 +89,8 @@ class Library:
 
     Args:
         folder: the folder of the library, which `add` creates.
-        on_notice: called with a line about every damaged file; by default it is a warning.
+        on_notice: called with a line about every damaged file, and about a policy that cannot evict
+            tokens; by default it is a warning.
 
     Raises:
         InvalidArgumentError: the name of the folder is empty or contains a NUL byte.
@@ -120,18 +122,22 @@ class Library:
 
     @property
     def documents(self) -> list[Record]:
-        """All documents, sorted by name; damaged records are left out and reported."""
+        """The records of all documents as they are now, in a new list that is sorted by name.
+
+        Damaged records are left out, and `on_notice` is called for each. Empty without a library.
+        """
         records, faults = self._folder.records()
         for fault in faults:
             self._on_notice(fault.as_notice())
         return list(records.values())
 
     def required(self) -> About:
-        """Return the description of how documents are read.
+        """Return the description of how documents are read, as `about`, but never None.
 
         Raises:
             LibraryError: there is no library yet. The message says whether another process is
                 reading its first document, or was stopped before the end of that document.
+            OutputError: there is no library yet, and the file system cannot lock files.
         """
         about = self._folder.about()
         if about is None:
@@ -192,8 +198,9 @@ class Library:
             on_progress: called before every document.
 
         Returns:
-            The outcome of every document, in order, followed by those of the documents that were
-            evicted because of a limit, see `limit`. A document that is repeated has one outcome.
+            The outcome of every document, in order, followed by one outcome "evicted" for each
+            document that was evicted because of a limit, see `limit`. A document that is repeated
+            with the same text has one outcome.
 
         Raises:
             LibraryError: the model, the tokenizer, the policy or the bits are not those of this
@@ -236,7 +243,8 @@ class Library:
             InvalidArgumentError: the library is larger than the limit and `evict` is False, or the
                 most recently used document alone is larger.
             InvalidTypeError: `max_bytes` is not an integer.
-            LibraryError: there is no library, or another process is changing it.
+            LibraryError: there is no library, another process is changing it, or this Python's
+                SQLite has no full-text search.
             OutputError: a file cannot be written.
         """
         if max_bytes is not None:
@@ -271,9 +279,10 @@ class Library:
 
         Raises:
             InvalidTypeError: `names` is a single text.
-            LibraryError: no document has one of the names, in which case nothing is removed; or
-                there is no library, or another process is changing it.
-            OutputError: the folder cannot be written.
+            LibraryError: no document has one of the names, in which case nothing is removed; there
+                is no library; another process is changing it; or this Python's SQLite has no
+                full-text search.
+            OutputError: a file cannot be removed or written; the documents before it are gone.
         """
         if isinstance(names, str):
             raise wrong(
@@ -318,7 +327,8 @@ class Library:
         """Return the documents that have a name, or that were read from the file with that path.
 
         Raises:
-            LibraryError: there are no such documents.
+            LibraryError: there is no such document, or this Python's SQLite has no full-text
+                search.
         """
 
         def look_up(index: Index) -> list[DocumentEntry]:
@@ -424,10 +434,12 @@ class Library:
             question: the question.
             hits: the documents that `search` has found, in the order of the prompt.
             policy: selects the tokens to keep for the question; `snapkv.default_policy()` by
-                default. A notice says if it cannot evict any, see `blending.blend`.
-            recompute: the fraction of tokens to recompute, see `blending.blend`.
+                default. A notice says if it cannot evict any.
+            recompute: the fraction of tokens that the second layer recomputes; later layers
+                recompute fewer. 0 recomputes none, 1 reads all tokens in all layers.
             answer_start: the text with which the answer begins.
-            quantize: as for `CompressedCache`.
+            quantize: the format of stored keys and values: "int8", "int4", "K8V4" or a
+                `KVCodes`; None for the dtype of the model.
 
         Returns:
             `input_ids` and `attention_mask`, (1, T) int64 on the device of the model, and
@@ -438,7 +450,7 @@ class Library:
             LibraryError: the model or the tokenizer is not that of the library, `hits` is empty, or
                 a document was removed after the search.
             InvalidArgumentError: `recompute` is out of range, or the policy or an option is
-                impossible with these documents, see `blending.blend`.
+                impossible with the tokens that these documents store.
             PromptTooLongError: the documents have more tokens than the model has positions.
             UnsupportedModelError: the keys of the model cannot be rotated to other positions.
             OutOfMemoryError: the device is full.
@@ -693,7 +705,10 @@ class Library:
 
 
 def _names(index: Index, texts: Iterable[Text]) -> dict[str, set[str]]:
-    """Return the keys of all documents that have the same name as one of the texts, by name."""
+    """Return the keys of the stored documents with the name of each text, by this name.
+
+    The set of keys is empty if no document has the name.
+    """
     return {text.name: {entry.key for entry in index.named(text.name)} for text in texts}
 
 

@@ -56,8 +56,10 @@ class Reader:
         With `KVzip`, and `AdaKV` around it, the model reads the document twice.
 
         Raises:
-            InvalidArgumentError: the policy cannot compress this document.
+            InvalidArgumentError: the policy cannot compress this document, or the tokenizer turns
+                ordinary words of it into control tokens.
             PromptTooLongError: the document has too many tokens for the model.
+            UnsupportedModelError: the model's cache cannot be compressed.
             OutOfMemoryError: the device is full.
         """
         ids = self._ids(text)
@@ -111,6 +113,7 @@ class Reader:
 
         Raises:
             PromptTooLongError: the model has too few positions for them.
+            InvalidArgumentError: the tokenizer turns ordinary words into control tokens.
         """
         own = self.own_ids(text)
         positions, tokens = max_positions(self._model), len(self.about.prefix_ids) + len(own)

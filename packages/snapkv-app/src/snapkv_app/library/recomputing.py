@@ -44,7 +44,7 @@ _LAST = 0.1
 """The fraction of the second layer's recomputed tokens that the last layer recomputes, too."""
 
 States = tuple[Tensor, Tensor]
-"""Keys and values, (1, H, N, D) and (1, H, N, Dv)."""
+"""Keys and values of N tokens in H KV heads, (1, H, N, D) and (1, H, N, Dv)."""
 
 
 def require_recomputable(model: PreTrainedModel) -> str:
@@ -135,11 +135,16 @@ class _SecondReading(Cache):
         """Store new keys and values of a layer, and return those to which its queries attend.
 
         Args:
-            key_states: (1, H, m, D), those of the tokens that the layer is reading now.
+            key_states: (1, H, m, D), those of the m tokens that the layer is reading now.
             value_states: (1, H, m, Dv), likewise.
             layer_idx: the index of the layer.
             args: ignored.
             kwargs: ignored.
+
+        Returns:
+            Keys (1, H, S, D) and values (1, H, S, Dv) of S visible tokens. In the first layer they
+            are the new ones; in later layers they are the stored ones up to the last token that is
+            being read, and new ones of tokens that some head does not store.
 
         Raises:
             ReadEnough: the layer needs no attention, because the rest of the pass would change
@@ -157,8 +162,14 @@ class _SecondReading(Cache):
     def _replace_stored(self, layer_idx: int, tokens: Tensor, states: States) -> Tensor:
         """Replace the stored keys and values of `tokens` in a layer, in the heads that store them.
 
+        Args:
+            layer_idx: the index of the layer.
+            tokens: (n,) int64, positions of tokens in the joined text.
+            states: the new keys and values of these tokens.
+
         Returns:
-            (n,) float32, how much each token has changed, see `JoinedLayer.put`.
+            (n,) float32, how much each token has changed: the squared distance between its old and
+            its new states.
 
         Raises:
             ReadEnough: it was the last layer.
@@ -169,12 +180,14 @@ class _SecondReading(Cache):
         return change
 
     def _read_second(self, states: States) -> States:
-        """Store the keys and values of the second layer at the first call; return them later.
+        """Store the keys and values of the second layer, or return those of the visible tokens.
 
-        Later calls return the keys and values that are visible to the current tokens.
+        The first call stores them for all tokens, measures how much each token has changed, and
+        then ends the layer. Every later call ignores `states` and returns the stored keys and
+        values up to the last token that is being read.
 
         Raises:
-            ReadEnough: it was the first call, which only measures how much each token changes.
+            ReadEnough: it was the first call.
         """
         if self._second is None:
             self._second, self.chosen = states, self._every_token(1)
@@ -224,7 +237,7 @@ class _SecondReading(Cache):
 
     @property
     def _reading(self) -> Tensor:
-        """The chosen tokens that the layer is reading now: (m,) int64."""
+        """The positions of the m chosen tokens that the layer is reading now, (m,) int64."""
         assert self.chosen is not None
         return self.chosen[self._start : self._stop]
 
@@ -341,8 +354,9 @@ class _SecondReading(Cache):
         """Return the mask of the current tokens, which see the tokens up to their own position.
 
         Returns:
-            (1, 1 or Hq, m, S) bool, True for visible keys, in the order in which `update` returns
-            them.
+            (1, 1 or Hq, m, S) bool, for the m current tokens and the S keys that `update` returns,
+            in their order; True for visible keys. With a second size of 1, it is the same for all
+            Hq query heads.
         """
         held, end = self.joined[layer_idx], self._end(layer_idx)
         if layer_idx == 1 or held.is_whole:

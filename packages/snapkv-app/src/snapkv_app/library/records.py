@@ -227,7 +227,11 @@ def passages(text: str) -> list[Span]:
 
 
 def lines_of(text: str, span: Span) -> Span:
-    """Return the numbers of the first and the last line of a span of `text`, counted from 1."""
+    """Return the numbers of the first and the last line of a span of characters of `text`.
+
+    Lines are counted from 1, and only a line feed ends one. If the span ends with a line feed, the
+    line after it is the last one, although the span has none of its characters.
+    """
     start, stop = span
     first = text.count("\n", 0, start) + 1
     return first, first + text.count("\n", start, stop)

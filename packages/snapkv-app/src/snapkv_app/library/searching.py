@@ -42,7 +42,7 @@ class Hit:
 
     key: str  # of the document in the library
     name: str  # of the document in answers
-    score: float  # BM25
+    score: float  # BM25; a better match has a larger score
     span: Span  # of the passage, in characters of the text
     lines: Span  # the first and the last line of the passage, counted from 1
     passage: str
@@ -91,8 +91,9 @@ class Passages:
     def query(self, ask: Callable[[Index], Found]) -> Found:
         """Update the index, and return the result of calling `ask` with it.
 
-        If the index file fails, `ask` is called again with an index in memory. Both indexes are
-        only valid during the call.
+        If the index file cannot be used, `ask` is called with an index in memory instead, perhaps
+        for the second time, and so it is at all later calls. The caller must not use an index after
+        the call.
 
         Raises:
             LibraryError: this Python's SQLite has no full-text search. Errors of `ask` are raised
@@ -116,8 +117,9 @@ class Passages:
             return ask(self._memory)
 
     def follow(self, keys: Iterable[str]) -> None:
-        """Update the index file for the documents with these keys, which are all that have changed.
+        """Update the index file for documents that this process has just changed.
 
+        `keys` must contain the keys of all documents that have changed since the last update.
         The caller must hold the lock of the folder. If updating fails, or an index in memory is
         used, the next search updates the index.
         """
@@ -136,7 +138,10 @@ _HIT = (
 
 
 def _best(index: Index, question: str, documents: int) -> list[Hit]:
-    """Return the hits of `Passages.best` in `index`, which is not updated before."""
+    """Return the documents that match a question best, as `index` is now, without updating it.
+
+    There are at most `documents` of them, the best first, each with its best passage.
+    """
     with index.changes_prevented():
         hits: dict[str, Hit] = {}
         for place, score in _ranked(index.connection, question, index.place_of):
@@ -170,8 +175,9 @@ def _ranked(
 ) -> list[tuple[int, float]]:
     """Return the row ids and BM25 scores of the passages with a word of the question.
 
-    The best passage comes first. Passages with equal scores are sorted by the value that `order`
-    returns for their row ids, so that the result does not depend on when a document was added.
+    The best passage, which has the largest score, comes first. Passages with equal scores are
+    sorted by the value that `order` returns for their row ids, so that the result does not depend
+    on when a document was added. The caller must prevent changes of the index meanwhile.
     """
     (total,) = index.execute("select count(*) from spans").fetchone()
     scores: dict[int, float] = defaultdict(float)

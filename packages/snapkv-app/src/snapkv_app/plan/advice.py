@@ -36,11 +36,12 @@ _SHARE = 0.8
 
 
 def prompt_bytes(model: Any, footprint: Footprint, prompt_tokens: int) -> int:
-    """Estimate the peak of the bytes while a compressed cache reads one prompt, without weights.
+    """Estimate the peak of the memory for reading one prompt into a compressed cache, in bytes.
 
-    They consist of the keys and values of one full-attention layer, the sliding windows, the hidden
-    states (residual, norm, input and output of attention), the three products of the MLP, and the
-    append buffers. Eager attention adds its scores and their softmax in float32.
+    The weights are not included. The bytes consist of the keys and values of one full-attention
+    layer, the sliding windows, the hidden states (residual, norm, input and output of attention),
+    the three products of the MLP, and the append buffers. Eager attention adds its scores and their
+    softmax in float32.
     """
     text = model.config.get_text_config(decoder=True)
     per_pair = text.num_attention_heads * (model.dtype.itemsize + torch.float32.itemsize)
@@ -74,13 +75,13 @@ def weights_advice(model: Any, device: torch.device, available_bytes: int | None
 def prompt_memory_explained(
     model: Any, prompt_tokens: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Explain out-of-memory errors within a block that reads a prompt.
+    """Return a context manager that explains out-of-memory errors while a prompt is read.
+
+    The free memory, which the message names, is measured at this call, before the block.
 
     Args:
-        model: the model that reads it.
+        model: the model that reads the prompt.
         prompt_tokens: the number of tokens of the prompt.
-
-    The free memory is measured at this call, before the block.
 
     Raises:
         OutOfMemoryError: the memory was full within the block; `prompt_advice` writes the message.
@@ -120,7 +121,7 @@ def prompt_advice(model: Any, prompt_tokens: int, available_bytes: int | None) -
 
 
 def _estimated(model: Any, estimate: Callable[[Footprint], str]) -> str:
-    """Return what `estimate` says about the model; empty if the model's sizes are unknown."""
+    """Return the text of `estimate` for the model; empty if the sizes of its family are unknown."""
     try:
         return estimate(footprint_of_loaded(model))
     except UnsupportedModelError:
@@ -133,7 +134,7 @@ def _would_fit(
     available_bytes: int | None,
     most: int | None = None,
 ) -> str:
-    """Return a clause about the number of tokens that would fit.
+    """Return a clause such as "; about 1,200 tokens would fit", with its semicolon.
 
     Empty if the free memory is unknown, or if the number is 0, is at least `tokens`, which would
     contradict the error, or is larger than `most`.
@@ -188,7 +189,8 @@ def require_memory(name: str, outline: Any, device: torch.device) -> None:
 def _what_fits(outline: Any, needed: int, total: int) -> str:
     """Write a sentence that suggests bfloat16, or the largest published model that would fit.
 
-    Empty if nothing would fit. What is suggested takes at most 80 % of the memory.
+    A space follows the sentence. It is empty if nothing would fit. The weights of what is suggested
+    take at most 80 % of the memory.
 
     Args:
         outline: the model on the meta device.
@@ -219,10 +221,14 @@ def footprint_of_loaded(model: Any) -> Footprint:
 def token_costs(
     model: PreTrainedModel, policy: Policy, quantize: Quantize | None
 ) -> list[TokenCost]:
-    """Return the bytes of a stored token in every layer that `policy` compresses.
+    """Return the bytes of a stored token in every full-attention layer of a model, in order.
 
-    They are of all heads together, and in the quantized form if `quantize` is not None. Empty if
-    the sizes of the model are unknown.
+    They are of all heads together, and in the quantized form if `quantize` is not None. If `policy`
+    keeps tokens per query head, the bytes count for every query head. Empty if the sizes of the
+    model's family are unknown.
+
+    Raises:
+        InvalidArgumentError: `quantize` is not a known name.
     """
     try:
         footprint = footprint_of_loaded(model)
@@ -269,7 +275,7 @@ def stored_bytes(model: Any) -> dict[str, int]:
 
 
 def _packing(config: Any) -> dict[str, Any]:
-    """Return the configuration's quantization settings as a dictionary; empty without any."""
+    """Return the quantization settings of a model's configuration; empty if it has none."""
     found = getattr(config, "quantization_config", None) or {}
     if isinstance(found, dict):
         return found

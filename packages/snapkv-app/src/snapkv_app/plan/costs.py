@@ -40,7 +40,9 @@ class Request(metaclass=WithParameters):
         bits: the bits of keys and values, such as "int4" or "K8V4"; None for unquantized.
 
     Raises:
-        InvalidArgumentError: a value is out of range or contradicts another.
+        InvalidArgumentError: a number is out of range; `budget` and `keep_ratio` are both passed;
+            the budget is "auto"; `bits` is not a known name; or `memory_bytes` is not more than
+            `reserve_bytes`.
         InvalidTypeError: a value has the wrong type.
     """
 
@@ -96,7 +98,10 @@ class Request(metaclass=WithParameters):
 
     @property
     def budget_bytes(self) -> dict[str, float | int] | None:
-        """The budget in bytes, as `byte_budget` returns it; None if it is a number of tokens."""
+        """The budget in bytes; None if it is a number of tokens or there is none.
+
+        A dict with either "share", a fraction of the full cache such as 0.12, or "bytes", an int.
+        """
         return byte_budget(self.budget) if isinstance(self.budget, str) else None
 
 
@@ -112,7 +117,7 @@ class Costs:
 
     @cached_property
     def layer_costs(self) -> list[TokenCost]:
-        """The bytes of one token in every layer that can be compressed."""
+        """The bytes of one token in every layer that can be compressed, for all heads together."""
         model, bits = self.footprint, self.request.codes
         return [token_cost(layer, bits) for layer in model.full_layers]
 
@@ -204,7 +209,9 @@ class Costs:
         return cache + layer + hidden + activations
 
     def total(self, tokens: int, batch: int, compressed: bool, *, in_pieces: bool) -> int:
-        """Return the bytes of the weights, and of a batch at its peak, reading or answering.
+        """Return the bytes of the weights and of a batch of requests at its peak.
+
+        The peak is reached while the prompts are read, or at the end of the answers.
 
         Args:
             tokens: the number of tokens of each prompt.
@@ -217,7 +224,7 @@ class Costs:
         return self.footprint.weights_bytes + batch * max(reading, answering)
 
     def least_total(self, tokens: int, batch: int, compressed: bool) -> int:
-        """Return the smaller one of the two `total` of reading in one pass and in pieces."""
+        """Return the `total` of reading in one pass or in pieces, whichever is smaller."""
         ways = (False, True)
         return min(self.total(tokens, batch, compressed, in_pieces=way) for way in ways)
 
@@ -255,13 +262,17 @@ class Costs:
         )
 
     def _parts(self, kept: Sequence[int], new_tokens: int) -> Iterator[tuple[FullLayer, int, int]]:
-        """Yield each layer, the bytes of its codes, and the number of its unquantized tokens.
+        """Yield what each full-attention layer of a compressed cache stores.
 
         Generated tokens are quantized when they fill a block.
 
         Args:
             kept: the number of kept tokens of the prompt in every layer.
             new_tokens: the number of generated tokens.
+
+        Yields:
+            The layer; the bytes of its quantized tokens, which are 0 without quantization; and the
+            number of its unquantized tokens.
         """
         layers, bits = self.footprint.full_layers, self.request.codes
         for layer, cost, tokens in zip(layers, self.layer_costs, kept, strict=True):

@@ -168,7 +168,12 @@ class Footprint:
         return read - int(self.expert_bytes * unvisited)
 
     def prompt_flops(self, tokens: int) -> int:
-        """Return the number of floating-point operations of reading a prompt of `tokens` tokens."""
+        """Return the floating-point operations of reading one prompt of `tokens` tokens.
+
+        They are those of all matrices, and of attention in the full-attention layers, with half of
+        all pairs of tokens. Attention in sliding-window layers and the state updates of other
+        layers are left out.
+        """
         return self.token_flops * tokens + self.pair_flops * tokens**2 // 2  # half of all pairs
 
 
@@ -193,8 +198,8 @@ def footprint_of(
 
     Raises:
         MissingSettingError: `config` has no value for a setting that this family needs.
-        UnsupportedModelError: the family is not in `FAMILIES`, or the kind of a layer or the dtype
-            is unknown.
+        UnsupportedModelError: the family is not in `FAMILIES`, or `config` has a layer of an
+            unknown kind or an unknown dtype.
     """
     text = _language_model(config)
     stored = dtype or _dtype(config, text)
@@ -306,9 +311,10 @@ def _dtype(config: Mapping[str, Any], text: _Text) -> str:
 
 
 def _kinds(text: _Text) -> list[str]:
-    """Return the kind of attention of every layer, each one of `_KINDS`.
+    """Return the kind of attention of every layer, in order.
 
-    Chunked attention counts as sliding attention.
+    It is "full_attention", "sliding_attention", which includes chunked attention, or
+    "linear_attention".
 
     Raises:
         MissingSettingError: a setting that tells the kinds is missing.

@@ -133,10 +133,10 @@ def gpu_step_ms(costs: Costs, batch: int, *, compressed: bool) -> float:
 
 
 def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
-    """Return the smallest batch for which the compressed cache decodes `speedup` times as fast.
+    """Return the fewest rows at which a compressed cache decodes at least `speedup` times as fast.
 
-    It is compared with the full cache at the same batch. Both times are estimates for a GPU, see
-    `gpu_step_ms`.
+    It is compared with the full cache in a batch of equally many rows. Both times are estimates for
+    a GPU, see `gpu_step_ms`.
 
     Returns:
         The number of rows; None if it would be above 1,024.
@@ -149,7 +149,10 @@ def batch_of_speedup(costs: Costs, speedup: float) -> int | None:
 
 
 def _needs(costs: Costs, compressed: bool) -> CacheNeeds:
-    """Compute what the request needs with the compressed cache, or with the full one."""
+    """Compute the memory and the time that the request needs with one kind of cache.
+
+    It is the compressed cache if `compressed`, and else the full cache.
+    """
     asked = costs.request
     tokens, batch = asked.context_tokens, asked.batch
     step_ms = gpu_step_ms(costs, batch, compressed=compressed)
@@ -187,7 +190,10 @@ def _fitting(costs: Costs, compressed: bool) -> dict[str, Any]:
 
 
 def _headline(made: Plan, costs: Costs) -> Iterator[str]:
-    """Yield one or two sentences that say whether compression will help."""
+    """Yield one or two sentences that say whether compression will help.
+
+    `made` needs no verdict yet.
+    """
     tokens, kept = made.request.context_tokens, made.kept_tokens
     if kept >= tokens and made.request.bits is None:
         yield (

@@ -53,11 +53,17 @@ def shape_of(name: str) -> str | None:
 
 
 def described(shape: str) -> dict[str, Any]:
-    """Describe the sizes of the cache and the weights of a shape, for a table.
+    """Describe the sizes of the cache and the weights of a published shape, for a table.
 
-    `shape` must be a key of `SHAPES`. `kv_bytes_per_token` is for keys and values of 16 bits,
-    without sliding windows. With latent attention, `head_dim` is the size of the one latent that
-    all heads share.
+    `shape` must be a key of `SHAPES`.
+
+    Returns:
+        A new dict. "repository" is the hub id, and "weights" the dtype or the quantization.
+        "parameters", "layers", "growing_layers" (those with full attention), "sliding_layers" and
+        "kv_heads" are numbers of these. "sliding_window" is its tokens, or None without one.
+        "head_dim" is the size of a head, or of the one latent that all heads share.
+        "kv_bytes_per_token" is for keys and values of 16 bits in the growing layers. "positions" is
+        the most tokens, or None without a limit.
     """
     published = SHAPES[shape]
     model = published.footprint()
