@@ -135,6 +135,7 @@ class Compressor:
         Raises:
             RuntimeError: another number of queries was recorded, or another number of tokens is
                 kept, than the scheduler has counted.
+            UnsupportedModelError: vLLM's kernel for CPUs does not store numbers unchanged.
         """
         for request, order in orders.items():
             if order.is_due:
@@ -339,9 +340,15 @@ class HeldPositions:
         """Select the tokens of a session's request, and record their positions under the first
         block to which they move.
 
+        Args:
+            run: the layers, all of one KV cache group.
+            order: the order of the scheduler, with one move for each group.
+            selector: the selector of the order.
+            layer: the stored keys and the recorded queries of the layers, as rows of a batch.
+
         Returns:
-            (layers, H or 1, K) int64 slots; None if all tokens are kept, and then nothing is
-            recorded.
+            (layers, H or 1, K) int64 slots, not positions; None if all tokens are kept, and then
+            nothing is recorded.
         """
         positions = self._stored_positions(run, order, layer.keys.device)
         keep = selector.select_with_positions(layer, positions)

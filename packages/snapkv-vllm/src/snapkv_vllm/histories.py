@@ -67,8 +67,8 @@ class DigestedTokens:
         return blocks * BLOCK + (int(differ[0]) if len(differ) else length)
 
     def has_same_prefix(self, other: "DigestedTokens", tokens: int) -> bool:
-        """Whether the first `tokens` tokens are the same in both, compared one by one. If one has
-        fewer tokens, so must the other.
+        """Whether the first `tokens` tokens are the same in both objects, compared one by one. If
+        one of them has fewer tokens, both must have the same number.
         """
         return np.array_equal(self.ids[:tokens], other.ids[:tokens])
 

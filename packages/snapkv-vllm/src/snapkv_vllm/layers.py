@@ -31,6 +31,7 @@ class VotingLayer:
 
     @property
     def heads(self) -> int:
+        """The number of query heads."""
         heads: int = self.wrapped.num_heads
         return heads
 
@@ -117,8 +118,12 @@ class LatentLayer(VotingLayer):
     def prepare_queries(self, queries: Tensor) -> Tensor:
         """Convert recorded queries so that they can be compared with the stored latents.
 
+        Args:
+            queries: (1, Hq, W, D) queries as `add_query_listener` has passed them; the last numbers
+                of each are its rotated part.
+
         Returns:
-            A tensor of shape (1, Hq, W, size of the latent and the rotated part).
+            A new tensor of shape (1, Hq, W, size of the latent and the rotated part).
         """
         plain = self.wrapped.qk_nope_head_dim
         turned = queries[..., :plain] @ self.wrapped.W_UK_T  # (Hq, plain, latent)

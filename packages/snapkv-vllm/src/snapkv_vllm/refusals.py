@@ -46,12 +46,12 @@ def _require_compressible(name: str, layer: Any, spec: Any) -> None:
 
     Args:
         name: the name of the layer, for the error.
-        layer: vLLM's attention layer; None if it is not one.
+        layer: vLLM's attention layer; None if it is not one, which is refused.
         spec: vLLM's spec of its cache.
 
     Raises:
-        UnsupportedModelError: the attention, the backend or the cache format of the layer is not
-            supported.
+        UnsupportedModelError: the kind of attention, the backend or the cache format of the layer
+            is not supported.
     """
     from snapkv_vllm.blocks import COUNTERPARTS
 

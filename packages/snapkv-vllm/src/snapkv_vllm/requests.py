@@ -87,8 +87,8 @@ _NAME = f"{__name__}:checks.of_"
 
 
 def check_name(settings: ServingSettings) -> str:
-    """Return the entry for vLLM's option `logits_processors` by which vLLM finds the check for
-    these settings.
+    """Return the name by which vLLM finds the check of requests for these settings, as an entry for
+    its option `logits_processors`: "module:attribute", where the attribute encodes the settings.
     """
     return _NAME + json.dumps(settings.to_config()).encode().hex()
 

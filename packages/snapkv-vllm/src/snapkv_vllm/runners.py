@@ -157,7 +157,8 @@ class CompressingRunner:
         Requests that were compressed in the last step get their new blocks first.
 
         Raises:
-            RuntimeError: another number of tokens is kept than the scheduler has counted.
+            RuntimeError: another number of queries was recorded, or another number of tokens is
+                kept, than the scheduler has counted.
         """
         self._forget(find_restarted_requests(scheduler_output))
         # vLLM sends a plain step when it measures memory or time.

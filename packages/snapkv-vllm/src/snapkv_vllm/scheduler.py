@@ -186,9 +186,9 @@ class _CompressingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
-        """Find the blocks with which a request begins: those of the history that is chosen and
-        pinned here for a request of a session, or those that vLLM finds in the prefix cache, up to
-        the tokens that the request may take from there.
+        """Find the blocks with which a request begins. If it belongs to a session, a history is
+        chosen and pinned here, and its blocks are returned. Otherwise they are the blocks that vLLM
+        finds in the prefix cache, up to the tokens that the request may take from there.
 
         Returns:
             The blocks and the number of their computed tokens, followed by two values of vLLM.

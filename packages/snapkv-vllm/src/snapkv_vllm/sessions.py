@@ -295,9 +295,12 @@ class SessionStore:
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
     def pop_forgotten(self) -> tuple[int, ...]:
-        """Return the first blocks of all histories that were removed since the last call, and of
-        requests whose kept tokens were given up, because the request was preempted or left no
-        history. Blocks with which a stored history begins are left out.
+        """Return the histories whose data the workers must forget, each as the number of its first
+        block. A second call returns only what was added since.
+
+        These are all histories that were removed, and requests whose kept tokens were given up,
+        because the request was preempted or left no history. Blocks with which a stored history
+        begins are left out.
         """
         # Branches of a session may share their first blocks.
         held = {one.first_block for one in self._held}
@@ -375,14 +378,16 @@ class SessionStore:
         ]
 
     def delete_session(self, session: str) -> dict[str, int]:
-        """Remove all histories of a session. If a request of the session is still running or
-        waiting, nothing is removed.
+        """Remove all histories of a session, unless a request of the session is still running or
+        waiting.
 
         Args:
-            session: the name of the session with its tenant.
+            session: the name of the session after the tenant and a slash, as `add_tenant` writes
+                it.
 
         Returns:
-            How many "histories" and how many "requests" the session had.
+            A dict with the keys "histories" and "requests": how many of each the session had. If it
+            had requests, nothing was removed.
         """
         own = [one for one in self._held if one.owner[0] == session]
         requests = sum(turn.owner[0] == session for turn in self._turns.values())

@@ -178,7 +178,9 @@ def _several(argument: str, attribute: str = "") -> Option:
 
 
 def _other_format(names: tuple[str, ...]) -> Option:
-    """Return the option that the KV cache has a format which is not one of `names`."""
+    """Return the option that the KV cache has a format other than those in `names`, which are
+    vLLM's names of formats.
+    """
 
     def find(config: Any) -> object:
         name = config.cache_config.cache_dtype

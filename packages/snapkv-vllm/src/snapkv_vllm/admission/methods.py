@@ -48,10 +48,11 @@ _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameter_names(method: str) -> list[str]:
-    """Return the names of the parameters that a method has on a server, in order. These are all
-    parameters except the budget and a method inside it.
+    """Return the names of the parameters that a method has on a server, in order: all of its
+    parameters except its budget.
 
-    They include those of the method inside it that computes the scores.
+    If the method wraps another one that computes the scores, the parameters of that one are
+    included.
 
     Args:
         method: a key of `METHODS`.
@@ -189,10 +190,12 @@ def _slot_positions(layer: PromptLayer) -> Tensor:
 
 
 def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
-    """Return a mask that marks the tokens that the method keeps.
+    """Return a mask that marks the slots whose tokens the method keeps.
 
     Returns:
-        A Boolean tensor of shape (rows, H or 1, S).
+        A Boolean tensor of shape (rows, H or 1, S), for the rows and the S slots of `layer`; True
+        for a kept token. With a second size of 1, all heads keep the same tokens. If `select` of
+        the method returns None, every token is kept.
     """
     selection, slots = policy.select(layer), layer.keys.shape[2]
     if selection is None:

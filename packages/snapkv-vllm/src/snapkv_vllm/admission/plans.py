@@ -64,7 +64,7 @@ class Selector:
         are protected by the method itself.
 
         Returns:
-            (layers, 1, S) bool; None if `protect_first` is 0.
+            (layers, 1, S) bool for the S slots of `layer`; None if `protect_first` is 0.
         """
         if not self.protect_first:
             return None
@@ -372,7 +372,8 @@ class PromptPlan:
 
     def unused_block_tokens(self, block_tokens: int) -> int:
         """Return the largest number of slots in its blocks that the request cannot use, because its
-        heads keep different numbers of tokens; 0 if they keep the same number.
+        heads keep different numbers of tokens: one less than `block_tokens`, the size of a block.
+        It is 0 if all heads keep the same number.
         """
         is_ragged = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if is_ragged else 0

@@ -517,8 +517,8 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
 
 
 def _ample_budget(parameters: Mapping[str, Any]) -> int:
-    """Return a budget that is large enough for every window and all sinks, so that other parameters
-    can be checked.
+    """Return a budget that is large enough for the windows and sinks in `parameters`, so that their
+    values can be checked without the real budget.
     """
     return DEFAULT_BUDGET + sum(abs(size) for size in parameters.values() if isinstance(size, int))
 

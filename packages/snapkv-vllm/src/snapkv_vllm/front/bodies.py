@@ -102,8 +102,8 @@ def _parse_body(text: bytes) -> object:
 
 
 def _is_deeper(body: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are nested inside each other, the body itself
-    included.
+    """Whether more than `most` lists and objects are nested inside each other, including `body`
+    itself, which is any value that `json.loads` returns.
     """
     nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []

@@ -126,8 +126,12 @@ def add_tenant(name: str) -> str:
 
 
 def _add_tenant_salt(prompt: Any) -> Any:
-    """Return a copy of a prompt whose cache salt contains the current tenant, so that it reuses no
-    blocks of another tenant. On a server without API keys the prompt itself is returned.
+    """Return a copy of a prompt whose cache salt depends on the current tenant, so that it reuses
+    no blocks of another tenant. On a server without API keys the prompt itself is returned.
+
+    Args:
+        prompt: vLLM's input for the engine, a mapping. The new salt is a SHA-256 hash of the tenant
+            and the "cache_salt" that the prompt has, if any.
     """
     if current_context().tenant == SHARED_TENANT:
         return prompt
