@@ -73,10 +73,15 @@ def add_grid(panel: Any, axis: str) -> None:
 def encode_figure(
     figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150
 ) -> bytes:
-    """Return the contents of a file that shows the figure.
+    """Return the contents of a file that shows the figure. The same figure always gives the same
+    bytes: no date and no random ids are written.
 
-    `suffix` is the ending of the file's name, such as ".svg"; it decides the format. The same
-    figure always gives the same bytes: no date and no random ids are written.
+    Args:
+        figure: matplotlib's figure.
+        suffix: the ending of the file's name in lower case, such as ".svg", which decides the
+            format.
+        style: matplotlib's settings while the figure is drawn.
+        dpi: the dots per inch of a picture of pixels.
     """
     from matplotlib import rc_context
 
@@ -118,7 +123,7 @@ class Panel(NamedTuple):
 
 
 def draw_curves(*panels: Panel) -> Any:
-    """Return a figure with the panels side by side."""
+    """Return a new figure with the panels side by side. There must be at least one."""
     result = new_figure(4.6 * len(panels), 4.2)
     for place, panel in zip(result.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)

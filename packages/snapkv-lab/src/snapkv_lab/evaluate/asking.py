@@ -66,10 +66,10 @@ class Method:
         return replace(self, label=label, bits=bits)
 
     def describe(self) -> Row:
-        """Return the settings of the method, ready for JSON.
+        """Return the settings of the method as a new dictionary for JSON.
 
-        They are those of the policy, and "prefill", "turns" and "bits" if they are not the default.
-        The label is not among them.
+        They are those of the policy, with its "name", and "prefill", "turns" and "bits" if they are
+        not the default. The label is not among them.
         """
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.later}
@@ -110,10 +110,11 @@ class SampleJob:
         return [(turn.name, method.label, self.question) for method, turn in pairs]
 
     def missing_from(self, store: Store) -> Self:
-        """Return a copy with only the methods whose records are not all in the store.
+        """Return a copy with only the methods whose records are not all in the store. The copy may
+        have no methods.
 
-        A method that lacks the record of a single turn stays, for the whole conversation is held
-        again. The copy may have no methods.
+        A method that lacks the record of a single turn stays, because its whole conversation must
+        be repeated.
         """
         missing = [m for m in self.methods if not all(key in store for key in self.keys_of([m]))]
         return replace(self, methods=missing)
@@ -131,7 +132,10 @@ class SampleJob:
             yield self.record(turn, method) | {"status": LOST}
 
     def record(self, turn: Sample, method: Method) -> Row:
-        """Return the first fields of the record of an answer, without its status and its costs."""
+        """Return the first fields of the record of an answer, without its status and its costs:
+        "sample", "method", "question", "cell", "policy", "references", and for a conversation
+        "conversation", its name.
+        """
         spoken = {"conversation": self.sample.name} if len(self.sample.turns) > 1 else {}
         return {
             "sample": turn.name,

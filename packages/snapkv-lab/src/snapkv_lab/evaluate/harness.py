@@ -112,7 +112,7 @@ class HarnessRun:
 
     def description(self) -> Row:
         """Return all settings that the results depend on, except the methods, and the versions of
-        the software.
+        the software, as a new dictionary for JSON.
         """
         return {
             "tasks": list(self.tasks),
@@ -155,13 +155,14 @@ class HarnessRun:
         return results
 
     def _manager(self) -> Any:
-        """Return a `TaskManager` that knows all tasks of the run.
+        """Return lm-eval's index of tasks, a `TaskManager` that knows all tasks of the run.
 
         The thousands of tasks that come with lm-eval are only indexed if a task is not in the
         user's folder.
 
         Raises:
-            InvalidArgumentError: lm-eval and the user's folder have no task of a name.
+            InvalidArgumentError: neither lm-eval nor the user's folder has a task, group or tag of
+                a name.
         """
         if self.include_path is not None:
             own = TaskManager(include_path=self.include_path, include_defaults=False)
@@ -315,9 +316,8 @@ class CompressedLM(LM):
         return text
 
     def _key(self, request: Instance, content: list[Any]) -> Key:
-        """Return the key of the response to a request.
-
-        It has the place in the task with a hash of the request, and the label of the method.
+        """Return the key under which the response to a request is stored: its place in the task
+        with a hash of the request, the label of the method, and "visible".
 
         Args:
             request: the request.
@@ -361,9 +361,11 @@ class CompressedLM(LM):
         return [self._store[key]["response"] for key in keys]
 
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
-        """Generate one answer to each prompt, together if there are several.
+        """Generate one answer to each prompt, all with the same settings; several prompts are
+        answered together.
 
-        All prompts get the same settings.
+        Raises:
+            OutOfMemoryError: the device has no memory left.
         """
         policy, bits = self._method.policy, self._method.bits
         if len(prompts) > 1:
@@ -446,9 +448,11 @@ def _settings(generation_kwargs: dict[str, Any], task: str | None, seed: int) ->
 
 
 def _rows(results: dict[str, Any], method: Method) -> list[Row]:
-    """Return one row for every score of every task, from the results of lm-eval.
+    """Return one row for every score of every task, from the results of lm-eval, with the keys that
+    `HarnessRun.evaluate` names.
 
-    Groups of tasks are left out, since they are only means, and so are standard errors.
+    Groups of tasks are left out, since they are only means, and so are standard errors and scores
+    that are no numbers.
     """
     rows = []
     for task, scores in results["results"].items():

@@ -67,9 +67,9 @@ def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
 
 
 def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
-    """Return the cells of a column, or one cell with their means if a cell has a single sample.
-
-    Empty cells are left out of the means.
+    """Return the cells from whose samples the means of a column are drawn: the given cells, or, if
+    one of them has fewer than two samples, a single cell whose samples are their means. Empty cells
+    are left out of these means.
     """
     if cells and all(len(samples) > 1 for samples, _ in cells):
         return cells
@@ -77,7 +77,11 @@ def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
 
 
 def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
-    """Resample `RESAMPLES` times, and return the means over all columns in ascending order."""
+    """Resample `RESAMPLES` times, and return the means over all columns in ascending order.
+
+    Args:
+        columns: the cells of each column. Every cell must have at least one sample.
+    """
     import numpy as np  # slow, and only needed for means
 
     # numpy guarantees that this generator draws the same numbers in every version.
@@ -181,9 +185,8 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 
 def is_full_cache(row: Row) -> bool:
-    """Return whether a row belongs to the full cache with an exact prefill and without quantization.
-
-    All other rows are compared with this one.
+    """Return whether a row of results belongs to the full cache with an exact prefill and without
+    quantization, with which all other rows are compared.
     """
     from snapkv.policies import FullCache  # imports torch, which tables do not need
 
@@ -191,8 +194,10 @@ def is_full_cache(row: Row) -> bool:
 
 
 def excludes_zero(difference: Row) -> bool:
-    """Return whether a difference has a confidence interval, and this interval does not contain
-    zero.
+    """Return whether a difference has a confidence interval that does not contain zero.
+
+    Args:
+        difference: a row with the key "interval", as `cell_differences` returns it.
     """
     ends = difference["interval"]
     return ends is not None and not ends[0] <= 0 <= ends[1]

@@ -29,17 +29,16 @@ def best_score(metric: Metric, prediction: str, references: Iterable[str]) -> fl
 
 
 def first_line(prediction: str) -> str:
-    """Return the prediction up to the first line break after its leading line breaks.
-
-    A model may continue with another example after this line.
+    """Return the first line of the prediction that has text, because a model may continue with
+    another example after it. Only line breaks at the beginning are skipped; the result is empty if
+    there is nothing else.
     """
     return prediction.lstrip("\n").split("\n")[0]
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize the text in the same way as SQuAD.
-
-    It becomes lower case, without punctuation and articles, with single spaces.
+    """Normalize a text as SQuAD does, so that answers can be compared: lower case, without
+    punctuation and English articles, with single spaces between words. The result may be empty.
     """
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())

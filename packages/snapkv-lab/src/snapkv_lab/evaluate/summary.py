@@ -82,7 +82,15 @@ def _row(records: list[Row], task: Task) -> Row:
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
     """Return three fields of a row: the mean of the scores or losses, its confidence interval, and
-    the values by sample. Mean and interval are None if there are too few values.
+    the values by sample.
+
+    Args:
+        records: the records of one cell; those without a value are left out.
+        of: "score", for the keys "score", "interval" and "scores"; or "loss", for "loss",
+            "loss_interval" and "losses".
+
+    Returns:
+        A new dictionary. The mean is None without values, and the interval with fewer than two.
     """
     values = {each["sample"]: each[of] for each in records if each.get(of) is not None}
     interval = mean_interval([[(list(values.values()), None)]])
@@ -119,9 +127,8 @@ class ScoreLine:
 
 
 def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
-    """Return one line per method and question, in the order of the rows.
-
-    The score of a column is the mean over its cells.
+    """Return one line of a table per method and question, in the order of the rows. The score of a
+    column is the mean over its cells.
 
     Args:
         rows: the rows of `summarise`.

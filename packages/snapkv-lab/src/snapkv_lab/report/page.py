@@ -167,9 +167,12 @@ def has_losses(results: Results) -> bool:
 
 
 def _describe_unpruned(rows: Sequence[Row]) -> str:
-    """Return a text for the caption about prompts that were not longer than a method's budget.
+    """Return a text for the end of a caption about prompts of which a method dropped nothing,
+    because they were not longer than its budget.
 
-    The text is empty if every method except the full cache dropped tokens of every prompt.
+    Returns:
+        For each method that has any, a clause that begins with "; ". The text is empty if every
+        method except the full cache dropped tokens of every prompt.
     """
     prompts, unpruned = Counter[str](), Counter[str]()
     for row in rows:

@@ -96,10 +96,14 @@ class Lines(Task):
         """Return a sample whose record has `count` lines. Equal arguments give equal samples.
 
         Args:
-            length: the tokens of the sample's cell, which only names it.
+            length: the length that the sample's name and cell say; it does not change the number of
+                lines.
             position: the place of the asked line, in percent.
             index: the number of the sample in its cell.
             count: the number of lines, more than `examples`.
+
+        Raises:
+            InvalidArgumentError: there are not enough different names for so many lines.
         """
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")

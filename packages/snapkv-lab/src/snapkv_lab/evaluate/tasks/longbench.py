@@ -155,14 +155,15 @@ class LongBench(Task):
 
 
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
-    """Return the maximum number of tokens in a prompt, or None if there is no limit.
+    """Return the largest number of tokens that a prompt for the model may have, or None if there is
+    no limit.
 
     It is the published number if there is one. Otherwise it is the number of the model's positions
     without room for the longest answer and a chat template, but at least a half of them.
 
     Args:
-        model: a hub id, or a folder with that name.
-        max_tokens: the positions of the model; None if they are not limited.
+        model: a hub id, or a folder; the last part of the name decides.
+        max_tokens: the number of positions of the model; None if they are not limited.
     """
     published: int | None = _PUBLISHED["max_prompt_tokens"].get(_model_key(model))
     if published is not None or max_tokens is None:
@@ -251,9 +252,14 @@ class DataSet:
         classes: Sequence[str],
         code_similarity: metrics.CodeSimilarity,
     ) -> float:
-        """Return the best score over the right answers, from 0 to 1.
+        """Return the best score of an answer over all right answers, from 0 to 1, by the metric of
+        the data set.
 
-        For few-shot sets only the first line of the prediction counts.
+        Args:
+            prediction: the answer. For few-shot sets only its first line counts.
+            references: the right answers; without any the score is 0.
+            classes: the names of all classes, which only classification uses.
+            code_similarity: how lines of code are compared, which only sets with code use.
         """
         if self.category == "few-shot learning":
             prediction = metrics.first_line(prediction)
@@ -371,7 +377,8 @@ def hub_archive() -> Path:
 
 
 def _lines(folder: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in the given folder, or in a folder ``data`` inside it.
+    """Return the lines of a file in the given folder, or else in a folder ``data`` inside it. Line
+    ends are removed.
 
     Raises:
         DocumentError: there is no such file.
@@ -383,7 +390,8 @@ def _lines(folder: Path, name: str) -> Iterable[bytes]:
 
 
 def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in any folder of a ZIP archive.
+    """Return the lines of the first file with the given name in a ZIP archive, in whatever folder
+    of it. Line ends are removed.
 
     Raises:
         DocumentError: the archive is damaged, or has no such file.

@@ -73,7 +73,8 @@ class RagTask(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small.
+            InvalidArgumentError: a number is too small or too large, or `documents` is empty. The
+                smallest number of documents is `least_documents`.
             InvalidTypeError: a number is not an integer.
         """
         self.require(documents=self.least_documents, samples_each=1)
@@ -112,10 +113,11 @@ class RagCitation(RagTask):
     def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
         """Return the sample of a question among `documents` documents in random order.
 
-        The references are the numbers of the documents that answer it, in ascending order.
+        The references are the numbers of the documents that answer the question, in ascending
+        order. The order depends only on the seed, the number of documents and the question.
 
         Raises:
-            InvalidArgumentError: there are not so many documents.
+            InvalidArgumentError: the data set has fewer than `documents` documents.
         """
         name = f"{documents}/{question.name}"
         others = itertools.islice(nearest_passages(index, question), documents - len(question.gold))
@@ -306,7 +308,7 @@ def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Ques
 
 
 def nearest_passages(index: PassageIndex, question: Question) -> Iterator[Passage]:
-    """Yield passages without those that answer the question, the most relevant by BM25 first.
+    """Yield the passages that do not answer the question, the most relevant by BM25 first.
 
     Two paragraphs with the same title are different edits of one text, so passages with the title
     of an answering one are left out too.
@@ -414,12 +416,11 @@ def read_rows(path: Path) -> list[Question]:
 
 
 def _parse_question(record: Row, path: Path, name: str) -> Question:
-    """Convert a record from the file to a question.
-
-    Documents that contain an answer without answering the question are left out.
+    """Convert a record from the file to a question. Documents that contain an answer without
+    answering the question are left out.
 
     Args:
-        record: the record, whose fields were checked.
+        record: the record, whose fields except those of the documents in "ctxs" were checked.
         path: the file, for error messages.
         name: the line, such as "line 3", which becomes the name of the question.
 
