@@ -183,7 +183,8 @@ def short_hash(settings: Any, digits: int = 8) -> str:
 
 
 def select_rows(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Return a list of the rows that have all of the given values. A missing field counts as None.
+    """Return a new list of the rows that have all of the given values. A field that a row does not
+    have counts as None.
     """
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 

@@ -56,7 +56,9 @@ class Reading(NamedTuple):
         return int(self.ids.shape[1])
 
     def describe(self) -> Row:
-        """Return the lengths of prompt and answer and the text of the answer, ready for JSON."""
+        """Return a dictionary for JSON with "prompt_tokens", "answer_tokens" and "answer", the text
+        of the answer.
+        """
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -148,12 +150,13 @@ class ReadingStudy(Study):
     ) -> list[Row]:
         """Return the rows of a single step, with one or more rows for each layer.
 
-        The rows have the fields of `by` and `numbers`.
-
         Args:
             loaded: the model, which reads prompt and answer again.
             step: the step.
             readings: one for each sample of the step. Here there must be exactly one.
+
+        Returns:
+            Rows with the fields of `by` and `numbers`.
         """
         from snapkv_app.observing import observed
 
@@ -191,9 +194,8 @@ class ReadingStudy(Study):
         raise NotImplementedError
 
     def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        """Yield the steps of the study, here one for each document with one of the questions.
-
-        The questions take turns.
+        """Yield the steps of the study: here one for each document, with one of the questions. The
+        questions take turns.
 
         Args:
             texts: the name and the text of each document.
@@ -203,9 +205,14 @@ class ReadingStudy(Study):
             yield ReadingStep(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """Return a sample with a question about the document.
+        """Return a sample with a question about a document, whose answer has exactly
+        `answer_tokens` tokens.
 
-        The question follows the document, or comes before it if `first`.
+        Args:
+            name: the name of the sample.
+            document: the text of the document.
+            question: the question.
+            first: whether the question comes before the document instead of after it.
         """
         settings = GenerationSettings(
             max_new_tokens=self.answer_tokens,
@@ -285,9 +292,8 @@ class ReadingStudy(Study):
             study = replace(study, document_tokens=study.document_tokens - excess)
 
     def _excess_tokens(self, loaded: "LoadedModel", steps: Sequence[ReadingStep]) -> int:
-        """Return by how many tokens the longest prompt with its answer exceeds the model's limit.
-
-        The number is 0 if the model has no limit, and negative or 0 if all prompts fit.
+        """Return by how many tokens the longest prompt with its answer exceeds the positions of the
+        model. The number is negative or 0 if all prompts fit, and 0 if the model has no limit.
         """
         if loaded.max_tokens is None:
             return 0
@@ -297,9 +303,12 @@ class ReadingStudy(Study):
         return longest + self.answer_tokens - loaded.max_tokens
 
     def _record(self, loaded: "LoadedModel", step: ReadingStep) -> Row:
-        """Answer the samples of a step with the full cache, and return the step's record.
+        """Answer the samples of a step with the full cache, and return the record of the step
+        without its key.
 
-        It has "readings" and "rows". It is stored by the caller.
+        Returns:
+            A dictionary for JSON with "readings", one description for each sample, and "rows",
+            those of `measure_step`. The caller must store it.
 
         Raises:
             PromptTooLongError: the model has too few positions.
@@ -389,10 +398,17 @@ class HitRate(ReadingStudy):
         return self.window_size + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the hit rates in one layer, by selection and window; windows count from 1.
+        """Measure the hit rates in one layer.
 
-        The numbers are both hit rates (None if no position is important), and for each of them the
-        mean number of important positions per query and head.
+        Args:
+            layer: the layer with the states of prompt and answer.
+            prompt_tokens: the length of the prompt.
+
+        Returns:
+            For each selection of `SELECTIONS` and each window of the answer, counted from 1:
+            "hit_rate" and "hit_rate_beyond_sinks", from 0 to 1 or None if no position is important;
+            and "important" and "important_beyond_sinks", the mean number of important positions per
+            query and head.
         """
         from snapkv_lab.study.measures import important_and_hit
 
@@ -411,9 +427,12 @@ class HitRate(ReadingStudy):
         return rows
 
     def _select_positions(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
-        """Return the positions in the prefix that are kept by each selection.
+        """Return the positions in the prefix that are kept by each selection. Both selections keep
+        the same number per head.
 
-        Both selections keep the same number per head. `layer` must have the queries of the window.
+        Args:
+            layer: the layer, which must have the queries of the window.
+            prompt_tokens: the length of the prompt; the prefix is the prompt without the window.
 
         Returns:
             (2, Hq, prefix) bool, in the order of `SELECTIONS`.
@@ -486,9 +505,12 @@ class HitRate(ReadingStudy):
 
 
 def _hit_rate(hit: "Tensor", important: "Tensor") -> float | None:
-    """Return the hit rate (Eq. 8), or None if there are no important positions.
+    """Return the share of important positions that were selected (Eq. 8), from 0 to 1, or None if
+    there are no important positions.
 
-    Both arguments are (P,) counts per position.
+    Args:
+        hit: (P,) int64, how often each position is important and selected.
+        important: (P,) int64, how often each position is important.
     """
     total = int(important.sum())
     return int(hit.sum()) / total if total else None
@@ -770,10 +792,7 @@ class Instructions(ReadingStudy):
 
 
 def count_common_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens at the beginning that all texts have in common.
-
-    There must be at least one text.
-    """
+    """Return the number of tokens at the beginning that all texts, at least one, have in common."""
     shortest = min(map(len, texts))
     together = zip(*texts, strict=False)
     return next((i for i, tokens in enumerate(together) if len(set(tokens)) > 1), shortest)

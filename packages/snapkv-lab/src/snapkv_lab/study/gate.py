@@ -181,10 +181,9 @@ class Regression:
     def weights(self) -> "Tensor":
         """Compute the weights of the regression. At least one text must have been added.
 
-        The constant is last and is not shrunk.
-
         Returns:
-            (layers, heads, features) float64.
+            (layers, heads, features) float64. The last feature is the constant, whose weight is not
+            shrunk.
         """
         import torch
 
@@ -228,12 +227,14 @@ def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[Prompt
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
-    """Return the features and the logarithms of the scores of the tokens in a layer.
+    """Return the features and the logarithms of the scores of the tokens in a layer, from which the
+    regression learns. The first `SINKS` and the last `LAST` tokens are left out.
 
-    The first `SINKS` and the last `LAST` tokens are left out.
+    Args:
+        layer: a layer that `read_layers_twice` has returned, which has scores.
 
     Returns:
-        (H, N, features) and (H, N), both float64.
+        (H, N, features) and (H, N), both float64, for the H KV heads and the N remaining tokens.
     """
     from snapkv.policies.gate import features
 
@@ -276,7 +277,7 @@ def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list
 
 
 def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
-    """Return a random part of a text with `characters` characters, or all of a shorter text."""
+    """Return a random part of a text with `characters` characters, or a shorter text whole."""
     start = draw.randrange(max(1, len(text) - characters))
     return text[start : start + characters]
 
