@@ -84,9 +84,16 @@ COMPARISONS = {
 
 
 def _compare(name: str, context: RunContext) -> Iterator[Row]:
-    """Run a task with all methods, and store answers and rows in a folder of its own.
+    """Run a task with all methods, and store answers and rows in a folder of its own. No row is
+    yielded.
 
-    No row is yielded.
+    Args:
+        name: a key of `COMPARISONS`.
+        context: the run. If its results are not to be stored, the folder is a temporary one.
+
+    Raises:
+        InvalidArgumentError: the folder holds another run.
+        OutputError: an answer cannot be written.
     """
     folder = FOLDER if context.is_stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]

@@ -54,7 +54,8 @@ def _device(context: RunContext) -> torch.device:
 
 
 def _device_name(context: RunContext) -> str:
-    """Return the name of the device, which distinguishes the rows of different devices.
+    """Return the name of the GPU, or of the CPU in a small run, which distinguishes the rows of
+    different devices.
 
     Raises:
         SystemExit: there is no GPU, and the run is not a small one.
@@ -63,9 +64,14 @@ def _device_name(context: RunContext) -> str:
 
 
 def _model(context: RunContext, shape: str) -> Any:
-    """Return the model with the given shape, and keep it in `context.model_held`.
+    """Return the model with random weights in the given shape, on the device of the run.
 
-    A model of another shape is dropped first, because a second may not fit.
+    The last model is kept in `context.model_held` and returned again. A model of another shape is
+    dropped first, because a second may not fit.
+
+    Raises:
+        SystemExit: there is no GPU, and the run is not a small one.
+        OutOfMemoryError: the weights do not fit on the device.
     """
     if context.model_held is None or context.model_held[0] != shape:
         context.model_held = None
@@ -76,7 +82,9 @@ def _model(context: RunContext, shape: str) -> Any:
 
 
 def _caches(budget: int) -> dict[str, Contender]:
-    """Return all caches that are compared by name; compressed ones keep `budget` tokens."""
+    """Return all caches that are compared, by name. Compressed ones keep `budget` tokens per head,
+    except "full", which keeps all.
+    """
     snapkv, default = SnapKV(budget), default_policy(budget)
     declared = (
         ("full", FullCache(), None),
@@ -97,9 +105,15 @@ def _caches(budget: int) -> dict[str, Contender]:
 
 
 def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
-    """Yield one row with the time that a cache needs per generated token.
+    """Yield one row with the time that a cache needs per generated token. The first three tokens of
+    an answer are left out of the percentiles and reported separately.
 
-    The first three tokens of an answer are left out of the percentiles and reported separately.
+    Args:
+        context: the run, with the shape of the model, the budget and the number of generated
+            tokens.
+        batch: how many rows the cache has.
+        length: how many tokens the prompt of each row has.
+        name: a key of `_caches`. With "transformers-static", the steps are compiled first.
     """
     contender = _caches(context.budget)[name]
     decoder = Decoder(contender, _model(context, context.shape), batch, length)
@@ -274,9 +288,8 @@ def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
 
 
 def _lost() -> str:
-    """Return why the device does not answer any more, or an empty text if it does.
-
-    The text is empty without CUDA, too.
+    """Return why the device does not answer any more, or an empty text if it does or if there is no
+    CUDA device.
     """
     if not torch.cuda.is_available():
         return ""

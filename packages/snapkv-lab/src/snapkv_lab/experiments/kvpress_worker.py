@@ -158,8 +158,10 @@ class Worker:
         """Return a press that keeps the given number of tokens, or None if there is nothing to
         drop.
 
-        Its ratio is a little lower than exact, because kvpress rounds the number of kept tokens
-        down.
+        Args:
+            length: the number of tokens of the prompt.
+            kept_tokens: how many of them stay. The ratio of the press is a little lower than exact,
+                because kvpress rounds the number of kept tokens down.
         """
         if self._press is None or kept_tokens >= length:
             return None

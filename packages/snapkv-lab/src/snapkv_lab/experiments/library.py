@@ -148,9 +148,12 @@ class Shelf:
         return torch.tensor([list(own)])
 
     def file(self, text: str, way: Way) -> Path:
-        """Return the path of the file in which a document is stored.
+        """Return the path of the file in which a document is stored. The document is read and saved
+        by the first call for it.
 
-        The document is read and saved first if necessary.
+        Args:
+            text: the document.
+            way: how it is stored. Two ways with the same name count as the same way.
         """
         key = (text, way.name)
         if key not in self._files:
@@ -180,10 +183,13 @@ class Shelf:
         return Part(input_ids=tensors["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, case: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
-        """Return a cache that has read documents and question, and the logits of the next token.
+        """Build a cache that has read the documents and the question of a case, and compute the
+        logits of the next token.
 
-        The logits are (1, 1, V). If the documents are not stored in the method's way yet, they are
-        read and saved first.
+        If the documents are not stored in the method's way yet, they are read and saved first.
+
+        Returns:
+            The cache, and the (1, 1, V) logits, for the V tokens of the vocabulary.
         """
         model, question = self.loaded.model, self.ids(case.question)
         if method.way is None:

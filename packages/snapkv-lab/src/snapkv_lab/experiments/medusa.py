@@ -119,7 +119,15 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
 
 
 def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int) -> Decoded:
-    """Generate `tokens` tokens after a prompt with a new cache, and return text and costs."""
+    """Generate exactly `tokens` tokens after a prompt with a new cache, and return the text and its
+    costs.
+
+    Args:
+        loaded: the model and its tokenizer.
+        one: the policy of the cache, and the heads that draft, if any.
+        ids: (1, T) int64, the prompt.
+        tokens: how many tokens to generate, at least 2.
+    """
     settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     drafts = one.medusa and DraftMethod(name="medusa", options={"custom_generate": one.medusa})

@@ -152,7 +152,9 @@ def _tensor(model: Any, ids: Sequence[int]) -> Tensor:
 def read_prompt(
     model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
-    """Read a prompt with the full cache, and return it with the last `recorded_queries` queries."""
+    """Read a prompt with the full cache, and return what was recorded in each layer, with the
+    queries of only the last `recorded_queries` tokens.
+    """
     recorder = RecordingPolicy(recorded_queries=recorded_queries)
     return record_prompt(model, _tensor(model, prompt_ids), recorder)
 
@@ -160,7 +162,9 @@ def read_prompt(
 def read_prompt_twice(
     model: Any, tokenizer: Any, prompt_ids: Sequence[int], policy: Policy
 ) -> RecordedPrompt:
-    """Read a prompt and let the model repeat it, for policies that need a second reading."""
+    """Read a prompt and let the model repeat it, for a policy that needs a second reading, and
+    return what was recorded in each layer.
+    """
     ids, instruction = _tensor(model, prompt_ids), instruction_of(tokenizer)
     return record_prompt_twice(model, ids, policy, instruction_ids=instruction)
 

@@ -152,7 +152,7 @@ def _turns(context: RunContext, text: str) -> Iterator[Row]:
 
 
 def cap_bytes(row: Row) -> int:
-    """Return the maximum number of bytes that the device may hold within a turn.
+    """Return how many bytes the device may hold at most within a turn, by the numbers in its row.
 
     They are those of the budget and the new tokens in all layers, and those of all tokens of the
     prompt in one layer, because recall restores one layer after the other.

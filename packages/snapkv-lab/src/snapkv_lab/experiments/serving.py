@@ -269,7 +269,14 @@ def _questions(context: RunContext) -> Iterator[Row]:
 
 
 def _percentile_fields(which: str, spent: Sequence[TimeSpent]) -> Row:
-    """Return the seconds by the clock and of all threads together, as fields of a row."""
+    """Return two fields of a row: the percentiles of the seconds by the clock, and of those of all
+    threads together.
+
+    Args:
+        which: the beginning of the names of the fields, which end with "_seconds" and
+            "_processor_seconds".
+        spent: the times, at least two.
+    """
     return {
         f"{which}_seconds": percentiles([one.wall_ms / 1000 for one in spent], 3),
         f"{which}_processor_seconds": percentiles([one.cpu_ms / 1000 for one in spent], 3),

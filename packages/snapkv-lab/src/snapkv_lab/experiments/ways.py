@@ -133,13 +133,24 @@ class Setting(NamedTuple):
 
 
 def percent_of_bytes(share: float, tokens: int) -> str:
-    """Return the budget as a percentage of the full cache's bytes, such as "12.5%"."""
+    """Return the budget of a policy as a percentage of the full cache's bytes, such as "12.5%".
+
+    Args:
+        share: the share of the bytes, from 0 to 1.
+        tokens: the length of the prompt, which is not used.
+    """
     del tokens
     return f"{100 * share:g}%"
 
 
 def share_held(way: Ours, report: Any) -> Row:
-    """Return "held", the bytes of the compressed cache as a fraction of the full cache's."""
+    """Return a row with "held", the bytes of the compressed cache as a fraction of those of the
+    full cache.
+
+    Args:
+        way: how the cache was compressed, which is not used.
+        report: the report of the cache.
+    """
     del way
     return {"held": round(report.held_bytes / report.full_bytes, 4)}
 
