@@ -147,9 +147,14 @@ def _draw(place: Any, panel: Panel) -> None:
 
 
 def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
-    """Draw curves into matplotlib's axes in one line style, in colours from dark to light.
+    """Draw curves into matplotlib's axes, in colours from dark to light. A number that is None
+    interrupts its curve.
 
-    A number that is None interrupts its curve.
+    Args:
+        place: the axes, which are changed.
+        panel: names the fields of both axes.
+        curves: the rows of each curve by its label.
+        style: matplotlib's line style, such as ":".
     """
     from matplotlib import colormaps
 

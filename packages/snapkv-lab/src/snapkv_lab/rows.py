@@ -86,9 +86,12 @@ class RowFile:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Lock a file for this process until the file is closed or the process ends.
+    """Lock a file for this process until the file is closed or the process ends. This does nothing
+    on Windows.
 
-    This does nothing on Windows. `folder` is for the error message.
+    Args:
+        file: the open file.
+        folder: the folder that the error message names.
 
     Raises:
         InvalidArgumentError: another process has locked the file.

@@ -30,8 +30,12 @@ class QueryRecorder:
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def attach(self, name: str, layer: VotingLayer) -> None:
-        """Record the queries that an attention layer computes from now on, under the name `name`.
-        In each step only the rows that `rows_of_requests` names are copied.
+        """Record the queries that an attention layer computes from now on. In each step only the
+        rows that `rows_of_requests` names are copied. It cannot be undone.
+
+        Args:
+            name: the name of the layer, under which its queries are recorded.
+            layer: the layer, which is changed in place.
         """
 
         def record(query: Tensor) -> None:
@@ -366,9 +370,15 @@ class HeldPositions:
         """Return the position in the conversation of each token that is still stored. Tokens after
         the last compression are all stored.
 
+        Args:
+            run: the layers, all of one KV cache group.
+            order: the order of the scheduler. Its first source block must have recorded positions
+                if tokens were dropped.
+            device: where the result is needed.
+
         Returns:
-            (layers, H or 1, held) int64; None if nothing was dropped, because slots are then
-            positions.
+            (layers, H or 1, held) int64, for the tokens that are stored before the compression;
+            None if nothing was dropped, because slots are then positions.
         """
         if order.seen_tokens == order.held_tokens:
             return None

@@ -35,8 +35,8 @@ class DigestedTokens:
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
-        """Copy token ids as int32 and compute their digests, in a time that is linear in the number
-        of ids.
+        """Copy token ids as int32, and compute the digest of each prefix that consists of whole
+        blocks.
         """
         copied = np.array(ids, dtype=np.int32)
         digest, digests = hashlib.blake2b(digest_size=16), []

@@ -248,8 +248,8 @@ def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[Laye
 
 
 def _signature(name: str, layer: VotingLayer) -> tuple[Any, ...]:
-    """Return a value that is equal for two layers if they can be compressed together. A layer with
-    attention sinks has a value of its own.
+    """Return a value that is equal for two layers if they can be compressed together. The value of
+    a layer with attention sinks differs from those of all other layers.
     """
     options, cache = layer.score_options, layer.cache
     return (

@@ -126,6 +126,11 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
 
     A message that is not part of the body, such as a disconnect, is returned unchanged. The wrapped
     function raises HTTPException with status 400 if a setting is wrong.
+
+    Args:
+        receive: the ASGI function that returns the next message of the client.
+        settings: the settings of the server.
+        path: the path of the endpoint, without the server's root path.
     """
 
     async def receive_checked() -> Message:

@@ -48,8 +48,8 @@ class RequestCheck:
 
 
 def _processor_types() -> Iterator[type[Any]]:
-    """Yield the base class of custom logits processors for each of vLLM's two runners, if this
-    version of vLLM has it.
+    """Yield vLLM's base classes of custom logits processors, one for each of its two runners. A
+    class that the installed version of vLLM does not have is left out.
     """
     with contextlib.suppress(ImportError):
         from vllm.v1.sample.logits_processor import LogitsProcessor

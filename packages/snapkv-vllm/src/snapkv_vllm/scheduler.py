@@ -124,7 +124,13 @@ class _CompressingScheduler(Scheduler):
         the step ends with a compression.
 
         If there are too few free blocks, histories that no request uses are evicted one by one. If
-        that does not help, it is recorded for what the request waits.
+        that does not help, a request that has to wait is counted and logged.
+
+        Args:
+            request: vLLM's request.
+            num_new_tokens: how many tokens the step computes for it.
+            num_new_computed_tokens: how many of its tokens it takes from blocks that exist already.
+            kwargs: further arguments of vLLM's `allocate_slots`.
 
         Returns:
             The result of vLLM's `allocate_slots`, which is None if there are too few free blocks.
@@ -151,8 +157,8 @@ class _CompressingScheduler(Scheduler):
         return slots
 
     def _record_preempted(self, request_ids: Iterable[str]) -> None:
-        """Record which requests vLLM has preempted since the last step. They are counted as waiting
-        if blocks for kept tokens were the reason.
+        """Record which requests vLLM has preempted since the last step. All of them are counted as
+        waiting if blocks for the kept tokens of a request were the reason.
         """
         for request_id in request_ids:
             if self._preempts_for_reservation:
@@ -217,8 +223,13 @@ class _CompressingScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return how many of the new tokens a step computes: as many as vLLM decides, but not
-        beyond the next compression.
+        """Return how many tokens of a request the next step computes: as many as vLLM decides, but
+        not beyond the next compression.
+
+        Args:
+            request: vLLM's request.
+            num_computed_tokens: tokens that are computed before the step.
+            num_new_tokens: how many tokens could be computed.
         """
         computed = num_computed_tokens, num_new_tokens
         tokens: int = super()._reserve_prefill_lookahead(request, *computed)

@@ -231,6 +231,10 @@ class SessionStore:
         If the prompt has fewer new tokens than the method needs queries, the plan compresses
         nothing but its spans, and a later request will compress.
 
+        Args:
+            turn: the request; it is not changed.
+            history: a history of the same session.
+
         Returns:
             The plan, and how many last tokens of the prompt must be computed, at least 1. None if
             the edits of spans of the request and of the history do not go together; see
@@ -258,11 +262,15 @@ class SessionStore:
                 turn.has_searched = False
 
     def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
-        """Pin a history until the request has ended, and make it the most recently used history.
+        """Keep a history until the request has ended, and make it the most recently used history.
         Other requests of the session search again.
 
-        If the request continues inside the last block, the tokens of the history after that point
-        are removed from it, because they will be overwritten.
+        Args:
+            history: a stored history, changed in place. If the request continues inside the last
+                block, the tokens after that point are removed from it, because they will be
+                overwritten.
+            request_id: the id of the request.
+            plan: the plan of the request, which says with how many tokens of the history it begins.
         """
         history.requests.add(request_id)
         history.last_used = time.time()
@@ -456,8 +464,13 @@ class SessionStore:
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
     def _find_replaced(self, new: History, before: History | None) -> list[History]:
-        """Return the histories that are replaced by `new` and that no request uses: `before`, from
-        which it continues, and all histories of the same prompt and owner.
+        """Return the stored histories that a new one replaces, without those that a request uses.
+
+        Args:
+            new: the new history, which is not stored yet. It replaces all histories of the same
+                prompt and owner.
+            before: the history from which the new one continues, which it replaces as well; None if
+                there is none.
         """
         return [
             one

@@ -251,7 +251,14 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model with random weights and a description of the model.
+    """Build a model with random weights, and return it with a description for the results.
+
+    Args:
+        options: the options of the command, with the device, the dtype and the number of layers.
+        shape: the name of a published shape.
+
+    Returns:
+        The model, and a dictionary with "shape", "layers", "dtype" and "device".
 
     Raises:
         InvalidArgumentError: the shape, the device or the dtype is not known.

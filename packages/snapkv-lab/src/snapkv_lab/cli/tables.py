@@ -58,7 +58,7 @@ def print_summary(
 
 
 def to_grid(table: Table) -> Grid:
-    """Convert a table to a grid that can be shown on the terminal, with its bold cells."""
+    """Convert a table to a grid that can be shown on the terminal. Its bold cells stay bold."""
     return Grid(
         title=table.title,
         caption=table.caption,
@@ -105,10 +105,8 @@ def bench_table(rows: Sequence[Row]) -> Table:
 
 
 def _format_measurement(row: Row) -> dict[str, str]:
-    """Return the cells of a measurement as text, by heading.
-
-    Percentiles are shown by their median. Fields that are None and fields that say nothing to the
-    user are left out.
+    """Return the cells of a measurement as text, by heading. Percentiles are shown by their median.
+    Fields that are None are left out, and so are "bench", "filled" and "least_ms".
     """
     cells = {}
     for name, value in row.items():

@@ -198,6 +198,11 @@ def parse_json_lines(
 def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
     """Parse one line as a JSON object.
 
+    Args:
+        line: the line.
+        place: the file and the line, for the error message.
+        remedy: the advice at the end of the error message.
+
     Raises:
         DocumentError: the line is not a JSON object.
     """

@@ -125,11 +125,17 @@ class HarnessRun:
         }
 
     def _results(self, model: "CompressedLM", manager: Any) -> dict[str, Any]:
-        """Run the tasks with lm-eval and return its dictionary of results.
+        """Run the tasks with lm-eval, and return its dictionary of results.
+
+        Args:
+            model: answers the requests of the tasks.
+            manager: lm-eval's index of the tasks.
 
         Raises:
             DocumentError: the data of the tasks cannot be loaded.
-            OutputError: an answer cannot be written.
+            OutputError: an answer cannot be written; the answers before it are stored.
+            InvalidArgumentError: a task is not supported.
+            PromptTooLongError: a prompt needs more positions than the model has.
         """
         try:
             results: dict[str, Any] = simple_evaluate(

@@ -88,8 +88,7 @@ def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
     draws, draws_of = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
 
     def resampled(samples: Sequence[float], conversations: tuple[str, ...] | None) -> Any:
-        """Return the means of a cell after each resampling, (resamples,).
-
+        """Return the means of a cell after each resampling, as an array of `RESAMPLES` numbers.
         Cells with the same conversations use the same draws.
         """
         places = None if conversations is None else draws_of.get(conversations)
@@ -217,9 +216,17 @@ def _full_rows(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def _pairs(row: Row, full: dict[str, Row], of: Measure) -> Cell | None:
-    """Return the difference from the full cache for each sample that both have answered.
+    """Return the difference between a method and the full cache for each sample that both have
+    answered, with the conversations of these samples.
 
-    Return None if there is no such sample, or if the row is that of the full cache.
+    Args:
+        row: a row of results.
+        full: the rows of the full cache, by question and cell.
+        of: "score" or "loss".
+
+    Returns:
+        The differences and the conversations. None if there is no such sample, or if the row is
+        that of the full cache.
     """
     if is_full_cache(row) or _place(row) not in full:
         return None

@@ -295,7 +295,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _ray() -> Any:
-    """Import Ray.
+    """Import Ray, and return the module.
 
     Raises:
         MissingDependencyError: Ray is not installed.

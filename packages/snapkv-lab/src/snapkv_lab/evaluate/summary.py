@@ -60,7 +60,9 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
 def _row(records: list[Row], task: Task) -> Row:
     """Return the row of one method, setting and cell, without differences and loss.
 
-    `records` are its records, answered or not; there must be at least one.
+    Args:
+        records: the records of its samples, answered or not, at least one.
+        task: the task that was run.
     """
     answered = [record for record in records if record["status"] == "ok"]
     failed = [record["status"] for record in records if record["status"] != "ok"]
@@ -141,7 +143,9 @@ def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
 def _score_line(rows: list[Row], axis: str) -> ScoreLine:
     """Return the line of a table from the rows of one method and question.
 
-    The columns are the values of the cells' key `axis`.
+    Args:
+        rows: the rows, at least one.
+        axis: the key of the cells whose values are the columns of the table.
     """
     columns = group_rows(rows, lambda row: row["cell"][axis])
     scored = {

@@ -177,9 +177,9 @@ STUDIES: dict[str, Study] = {
 
 
 def _study(name: str, context: RunContext) -> Iterator[Row]:
-    """Run a study, and yield a row that describes the run, followed by the rows of the study.
-
-    Numbers are rounded to four digits.
+    """Run a study, and yield a row that describes the run, followed by the rows of the study, whose
+    numbers are rounded to four digits. The records are stored in a folder, in which a stopped run
+    continues.
     """
     findings = STUDIES[name].measure(
         context.loaded, Path("snapkv-results") / "studies" / name, _say

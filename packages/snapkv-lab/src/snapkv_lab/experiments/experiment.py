@@ -206,9 +206,13 @@ class Experiment:
     def _measure_cases(
         self, context: RunContext, part: str, measure: Callable[..., Iterable[Row]]
     ) -> Iterator[Row]:
-        """Yield the rows of every case that has none yet, and store them case by case.
+        """Yield the rows of every case that has none yet, and store them case by case, unless the
+        results of the run are only printed.
 
-        They are not stored if the results of the run are only printed.
+        Args:
+            context: the run.
+            part: the name of the part; empty if the experiment has no parts.
+            measure: yields the rows of a case, from the run and the case.
         """
         run = ({"run": part} if part else {}) | self.describe(context)
         if context.is_stored and run not in self.results():

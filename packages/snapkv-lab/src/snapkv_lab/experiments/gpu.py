@@ -135,9 +135,9 @@ def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[
 
 
 def _reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Yield a row for each cache with the time that reading a prompt takes.
-
-    If the prompt is long enough, reading it layer by layer is measured, too.
+    """Yield a row for each cache with the time that reading a prompt of `length` tokens takes. If
+    the prompt has at least twice `chunk_tokens` of the run, reading it layer by layer is measured,
+    too.
     """
     caches = _caches(context.budget)
     names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
@@ -150,9 +150,8 @@ def _reading(context: RunContext, length: int) -> Iterator[Row]:
 
 
 def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Yield a row with the time and the peak memory of reading a very long prompt.
-
-    The model has the paper's 7B multi-head shape, and the prompt is read in pieces.
+    """Yield a row with the time and the peak memory of reading a prompt of `length` tokens layer by
+    layer, with a model in the paper's 7B multi-head shape.
     """
     layers = LayerByLayer(chunk_tokens=context.chunk_tokens)
     contender = replace(_caches(context.budget)["snapkv"], prefill=layers)
@@ -167,8 +166,15 @@ def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
 def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
     """Yield one row that compares a small model on the device with the same model on the CPU.
 
-    It says which share of the kept tokens agrees in the worst head, and how much the logits differ,
-    relative to the largest logit. If at most 97 % agree, its status says so.
+    Args:
+        context: the run, with the length of the prompt and the budget.
+        name: what is compared: "adakv" for this policy, "int4" for SnapKV in 4 bits, or "default"
+            for the default policy.
+
+    Returns:
+        A row with "kept_alike", the share of the kept tokens that agrees in the worst head;
+        "logits_differ", the largest difference of a logit relative to the largest logit; and
+        "status", which is "ok" if more than 97 % agree.
     """
     policy: Policy = SnapKV(context.budget)
     if name != "int4":

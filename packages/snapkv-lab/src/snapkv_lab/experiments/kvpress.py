@@ -148,7 +148,9 @@ class Kvpress:
         return self._process
 
     def _describe_end(self) -> str:
-        """Wait until the process has ended, and return its status and its last line of output."""
+        """Wait until the process has ended, and return a text with its status, its interpreter, and
+        its last line of output.
+        """
         status = self._process.wait()
         self._output.seek(0)
         lines = self._output.read().strip().splitlines() or ["nothing"]

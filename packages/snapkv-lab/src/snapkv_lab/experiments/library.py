@@ -51,9 +51,8 @@ class DocumentQuestion(NamedTuple):
 
 
 def python_questions(count: int) -> list[DocumentQuestion]:
-    """Return the first `count` questions written by hand, each with its document and three others.
-
-    The documents of a question are in a drawn order.
+    """Return the first `count` questions written by hand, each with four documents in random order:
+    the one that answers it, and three others. Equal counts give equal questions.
     """
     rows, draw = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
@@ -164,9 +163,12 @@ class Shelf:
         return self._files[key]
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
-        """Read a document that follows the prefix, and return its cache.
+        """Read a document that follows the prefix, and return its compressed cache. All heads keep
+        the whole prefix, so that they hold equally many of its tokens.
 
-        All heads keep the prefix, so that they hold equally many of its tokens.
+        Args:
+            ids: (1, T) int64, the tokens of the prefix and the document.
+            way: the policy, which may need a second reading.
         """
         model, is_full = self.loaded.model, isinstance(way.policy, FullCache)
         protect = None if is_full else [(0, self.prefix.shape[1])]

@@ -107,9 +107,8 @@ def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
-    """Return the token ids of a prompt of about `length` tokens, (1, T) int64.
-
-    The prompt has essays and a question about them.
+    """Return the token ids, (1, T) int64, of a prompt with essays and a question about them, where
+    T is about `length`.
     """
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]

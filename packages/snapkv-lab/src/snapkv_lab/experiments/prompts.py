@@ -51,7 +51,18 @@ def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> lis
 
 
 def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) -> NeedlePrompt:
-    """Return the prompt number `index`, whose number is after a sentence near one of `DEPTHS`."""
+    """Return a prompt with a number that is hidden in a part of a text, after a sentence near one
+    of `DEPTHS`.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        text: the text, from which a random part is taken.
+        prompt_tokens: the length of the prompt.
+        index: the number of the prompt. Equal arguments give equal prompts.
+
+    Raises:
+        ValueError: the text is too short.
+    """
     draw = random.Random(f"{SEED}/{prompt_tokens}/{index}")
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
     needle = token_ids(tokenizer, _NEEDLE.format(city=city, number=number))

@@ -44,10 +44,17 @@ def _measure(context: RunContext) -> Iterator[Row]:
 
 
 def answer_rows(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
-    """Yield a row for each contender, each budget and each question.
+    """Yield a row for each contender, each budget and each question. The full cache comes first,
+    with the budget None.
 
-    The full cache comes first, with the budget None. A row says whether the answer is right, and
-    has seconds and bytes.
+    Args:
+        model: the model.
+        document: the document and its questions.
+        budgets: how many tokens SnapKV keeps.
+
+    Returns:
+        Rows with "right", whether the answer is right, the seconds of the question and of the
+        reading before it, and the bytes of the cache.
     """
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]

@@ -94,7 +94,10 @@ class TextMaker:
     def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
         """Make an essay with six needles of different kinds and a question about each.
 
-        The text has `tokens` tokens. `tail` is a text that follows every question.
+        Args:
+            tokens: the number of tokens of the text.
+            index: the number of the text.
+            tail: a text that follows every question.
         """
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -179,9 +182,14 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
     def quotes(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """Make a text of `tokens` tokens, with questions that quote the beginnings of sentences.
+        """Make a text with questions that quote the beginnings of sentences. The answers are the
+        next tokens of the sentences.
 
-        The answers are the next tokens of the sentences. Essays and Python's manual take turns.
+        Args:
+            tokens: the number of tokens of the text.
+            index: the number of the text. Even ones are from essays, and odd ones from Python's
+                manual.
+            questions: how many questions are asked.
         """
         name = f"quotes/{tokens}/{index}"
         draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
@@ -196,7 +204,11 @@ class TextMaker:
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
         """Make a text and its continuation, for which only the loss is measured.
 
-        Essays and Python's manual take turns.
+        Args:
+            tokens: the number of tokens of the text.
+            answer_tokens: the number of tokens of the continuation.
+            index: the number of the text. Even ones are from essays, and odd ones from Python's
+                manual.
         """
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -204,9 +216,13 @@ class TextMaker:
         return self._make_continuation(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """Make a text of a part of a Python file, and its continuation.
+        """Make a text of a part of a Python file, and its continuation, for which only the loss is
+        measured.
 
-        Only the loss of the continuation is measured.
+        Args:
+            tokens: the number of tokens of the text.
+            answer_tokens: the number of tokens of the continuation.
+            index: the number of the text.
         """
         name = f"code/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")

@@ -214,12 +214,17 @@ class Answers:
         return self.sizes(way, cache.report()), rows
 
     def _theirs(self, way: Theirs, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
-        """Compress a prompt with kvpress, which must have been started.
+        """Compress a prompt with kvpress, whose process `theirs` must not be None.
 
-        With a press and few bits, the press keeps more tokens, so that the share of bytes is right.
+        Args:
+            way: the press and the bits. With both, the press keeps more tokens, so that the share
+                of bytes is right.
+            share: the share of the full cache's bytes that stays.
+            source: the prompt and its questions.
 
         Returns:
-            The share of bytes that is held, and an iterator of a row for each question.
+            A row with "held", the share of bytes that is held, and an iterator of a row for each
+            question.
 
         Raises:
             InvalidArgumentError: kvpress failed.

@@ -11,7 +11,9 @@ import snapkv
 
 
 def software_versions() -> dict[str, Any]:
-    """Return the versions of snapkv, torch, transformers and Python by name."""
+    """Return the versions of the software, with the keys "snapkv", "torch", "transformers" and
+    "python".
+    """
     return {
         "snapkv": snapkv.__version__,
         "torch": torch.__version__,

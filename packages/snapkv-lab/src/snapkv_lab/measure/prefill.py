@@ -62,8 +62,8 @@ class PrefillBench(Bench):
 
     @torch.no_grad()
     def _load_weights(self) -> None:
-        """Use every weight once on a CPU, because mapped files are loaded into memory at
-        first use.
+        """Use every weight once, because mapped files are loaded into memory at first use, which
+        would count as growth. Nothing happens if the model is not on a CPU.
         """
         if self.model.device.type != "cpu":
             return

@@ -21,9 +21,8 @@ class TimeSpent(NamedTuple):
 
 
 def measure_time(work: Callable[[], Any]) -> TimeSpent:
-    """Run a function and return the time that it took.
-
-    The device is synchronized before and after it.
+    """Run a function and return the time that it took. Its result is ignored. CUDA is synchronized
+    before and after it.
     """
     synchronize()
     wall, cpu = time.perf_counter(), time.process_time()

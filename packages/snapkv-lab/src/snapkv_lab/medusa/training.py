@@ -169,9 +169,13 @@ def _make_prompts(
 def _generate_batch(
     loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of the model's greedy answers to the prompts, in their order.
+    """Return the token ids of the model's greedy answers to the prompts, in their order. An answer
+    ends with its end token, or has `plan.max_new_tokens` tokens.
 
-    An answer ends with its end token, or has `plan.max_new_tokens` tokens.
+    Args:
+        loaded: the model and its tokenizer.
+        prompts: the token ids of each prompt, at least one; they are read together.
+        plan: the settings of the training.
     """
     model, longest = loaded.model, max(map(len, prompts))
     settings = GenerationSettings(max_new_tokens=plan.max_new_tokens)

@@ -154,7 +154,7 @@ def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCon
 
 
 def begin_verifying(cache: Cache) -> None:
-    """Make the cache keep what it needs to remove its newest tokens again.
+    """Prepare the cache so that its newest tokens, which are drafts, can be removed from it again.
 
     Raises:
         UnsupportedModelError: a layer cannot remove tokens. The cache is then unchanged.

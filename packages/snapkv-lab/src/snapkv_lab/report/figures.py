@@ -54,10 +54,15 @@ def draw(results: Results) -> dict[str, "Figure"]:
 
 
 def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
-    """Write the scores to `path` and other figures next to it, such as ``NAME-budgets.png``.
+    """Write the figures of a run to files.
+
+    Args:
+        figures: the figures by name, as `draw` returns them.
+        path: the file of the scores. Other figures are written next to it, such as
+            ``NAME-budgets.png``.
 
     Returns:
-        The paths of the files.
+        The paths of the files, in the order of the figures.
 
     Raises:
         OutputError: a file cannot be written; those before it are.
@@ -140,10 +145,16 @@ def _heat_map(
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
-    """Return where the border between lengths that the model supports and longer ones is drawn.
+    """Return the place on the horizontal axis of a heat map between lengths that the model supports
+    and longer ones.
 
-    Return None if no length exceeds the model's positions, or if all of them do, and if the first
-    axis of the task is not the length or the model has no limit.
+    Args:
+        results: the results of the run.
+        columns: the values of the first axis in ascending order.
+
+    Returns:
+        The place, in columns from 0. None if no length exceeds the model's positions, or if all of
+        them do; and if the first axis of the task is not the length, or the model has no limit.
     """
     positions = results.run["model"]["max_tokens"]
     if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
@@ -153,7 +164,9 @@ def _trained_border(results: Results, columns: list[Any]) -> float | None:
 
 
 def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """Draw curves over a numeric axis, or groups of bars over names with a group for the mean."""
+    """Draw the scores of all methods in one panel: as curves if the first axis has numbers,
+    otherwise as groups of bars with a group for the mean.
+    """
     axis = results.task.axes[0]
     columns = axis_values(results.rows, axis)
     if _is_numeric(columns):

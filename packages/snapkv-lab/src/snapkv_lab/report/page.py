@@ -188,9 +188,12 @@ def _describe_unpruned(rows: Sequence[Row]) -> str:
 
 
 def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
-    """Return a line for each method with published scores for the model of the run.
+    """Return a line of the table for each method with scores that a paper has published for the
+    model of the run. There are no lines if no paper has the model.
 
-    A line has only the columns of the run. There are no lines if no paper has the model.
+    Args:
+        results: the results of the run.
+        columns: the columns of the table; scores of other columns are left out.
     """
     published = results.task.published(results.run["model"]["name"])
     return [
@@ -206,13 +209,16 @@ def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine
 
 
 def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
-    """Find the cells with the best score in each column.
+    """Find the cells with the best score in each column of the table of methods, which are shown in
+    bold. Cells with equal texts all count. A mean over fewer columns is not compared with a mean
+    over all of them.
 
-    Cells with equal texts all count. A mean over fewer columns is not compared with a mean over all
-    of them.
+    Args:
+        lines: the lines of the table.
+        columns: the columns with scores, which the mean follows.
 
     Returns:
-        (row, column) of each cell in the table of methods, whose first two columns have no scores.
+        (row, column) of each cell in the table, whose first two columns have no scores.
     """
     most = max((len(line.scores) for line in lines), default=0)
     values = [
@@ -278,7 +284,9 @@ def render_csv(results: Results) -> str:
 
 
 def render_markdown(results: Results) -> str:
-    """Return a page in Markdown format with the table of methods, its title and its caption."""
+    """Return a page in Markdown format with the title, the model, the table of methods, and its
+    caption.
+    """
     table = method_table(results)
     model = escape_markdown(results.run["model"]["name"])
     parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())

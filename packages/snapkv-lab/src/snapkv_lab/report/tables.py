@@ -159,9 +159,8 @@ class Scale(NamedTuple):
         return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
     def interval(self, ends: Sequence[float] | None) -> str:
-        """Return the interval as text.
-
-        The text is "one sample" for None, and "no spread" if both ends are equal.
+        """Return the text of a confidence interval, such as "51.0 to 63.5". It is "one sample" for
+        None, and "no spread" if both ends are equal.
         """
         if ends is None:
             return "one sample"

@@ -69,8 +69,14 @@ class Reading(NamedTuple):
 def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
     """Generate the answer to a sample with the full cache. The question is visible in the prompt.
 
+    Args:
+        loaded: the model and its tokenizer.
+        sample: the sample, whose settings decide the length of the answer.
+        template: how the sample becomes a prompt.
+
     Raises:
         PromptTooLongError: the model has too few positions for prompt and answer.
+        InvalidArgumentError: the template is "longbench", and the model's name is not known to it.
     """
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
@@ -131,7 +137,8 @@ class ReadingStudy(Study):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or there is no question, or an empty one.
+            InvalidArgumentError: a number is out of range, or there is no question, or an empty
+                one. The smallest `document_tokens` is `LEAST_TOKENS`.
             InvalidTypeError: a number is not an integer.
         """
         require_at_least("samples", self.samples, 1)
@@ -610,10 +617,16 @@ class Overlap(ReadingStudy):
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the two overlaps of every window in one layer of the model, from 0 to 1.
+        """Measure the two overlaps of every window in one layer.
 
-        The keys are "prompt" or "answer" and the number of the window. Windows of the prompt count
-        from ``-prompt_windows`` to -1, and those of the answer from 1.
+        Args:
+            layer: the layer with the states of prompt and answer.
+            prompt_tokens: the length of the prompt.
+
+        Returns:
+            "overlap" and "overlap_of_common", from 0 to 1, by "prompt" or "answer" and the number
+            of the window. Windows of the prompt count from ``-prompt_windows`` to -1, and those of
+            the answer from 1.
         """
         import torch
 

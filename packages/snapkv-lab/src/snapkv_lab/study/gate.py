@@ -165,7 +165,9 @@ class Regression:
     def add(self, layers: "Sequence[PromptLayer]") -> None:
         """Add the tokens of a text to the regression.
 
-        `layers` are all layers of the model in order, as `read_layers_twice` returns them.
+        Args:
+            layers: all layers of the model in order, as `read_layers_twice` returns them. All texts
+                must have been read by the same model.
         """
         for depth, layer in enumerate(layers):
             looked_at, scores = _examples(layer)
@@ -205,10 +207,12 @@ class Regression:
 
 
 def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
-    """Read a text twice and return the states of all layers, with the scores of KVzip+.
+    """Let the model read a text twice, and return the states of all layers with the scores of
+    KVzip+, which are the field `received` of each layer.
 
-    The scores are the field `received` of each layer. The text must have more tokens than `SINKS`
-    and `LAST` together.
+    Args:
+        loaded: the model and its tokenizer.
+        ids: the token ids of the text, more than `SINKS` and `LAST` together.
     """
     import torch
 
@@ -245,11 +249,17 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
 
 
 def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
-    """Return a row for each layer with the agreement between the gate and the scores of KVzip+.
+    """Measure how well a gate agrees with the scores of KVzip+ on one text.
 
-    Both numbers are means over the heads: "correlation" of the ranks, from -1 to 1, and
-    "best_quarter", the share of the best quarter of the tokens by KVzip+ that is also in the best
-    quarter by the gate.
+    Args:
+        gate: the gate.
+        kind: the kind of the text.
+        layers: all layers, as `read_layers_twice` returns them.
+
+    Returns:
+        A row for each layer with "layer", "kind", "tokens", "correlation" and "best_quarter". Both
+        are means over the heads: the correlation of the ranks, from -1 to 1, and the share of the
+        best quarter of the tokens by KVzip+ that is also in the best quarter by the gate.
     """
     import torch
 

@@ -147,6 +147,10 @@ def require_readable(name: str, value: Any) -> None:
     """Check that a value is short enough to be printed in an error message: at most `MAX_SHOWN`
     entries or characters, and at most twice as many characters when printed.
 
+    Args:
+        name: the name of the setting, for the error.
+        value: any value that JSON can have.
+
     Raises:
         InvalidTypeError: the value is None.
         RefusedError: the value is longer than any setting may be, or nested too deeply to be

@@ -231,10 +231,12 @@ class ServingSettings:
 
     def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
         """Return the spans of the prompt that a request keeps whatever the votes: those that it
-        protects, and its `protect_first` tokens.
+        protects, and its `protect_first` tokens. With a budget of 0 these are all tokens that it
+        neither drops nor compresses.
 
-        With a budget of 0 these are all tokens that it neither drops nor compresses. The settings
-        must have been checked by `plan_request`.
+        Args:
+            extra_args: the settings of the request, which must have been checked by `plan_request`.
+            prompt_tokens: the length of the prompt.
         """
         requested = own_settings(extra_args)
         spans = _pop_spans(requested)

@@ -170,8 +170,16 @@ class _Resolver:
 
 
 def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int | None:
-    """Count the last tokens of a prompt from the beginning of the question; see
-    `count_question_tokens`. The result is also None for a prompt without text or token ids.
+    """Count the last tokens of a chat's prompt, from the beginning of the question.
+
+    Args:
+        messages: the messages of the chat.
+        made: what vLLM has rendered from them, for one prompt.
+        tokenizer: the tokenizer of the model.
+
+    Returns:
+        The number of tokens; None for a prompt without text or token ids, and if
+        `count_question_tokens` returns None.
     """
     (inputs,) = _engine_inputs(made)
     text, ids = inputs.get("prompt"), inputs.get("prompt_token_ids")

@@ -59,8 +59,8 @@ def current_context() -> RequestContext:
 
 @contextmanager
 def record_refusals() -> Iterator[None]:
-    """Record in the current context why a request is refused, if the ``with`` block raises a
-    `SnapKVError`. The error is raised again.
+    """If the ``with`` block raises a `SnapKVError`, record in the current context why the request
+    is refused, and raise the error again.
     """
     try:
         yield

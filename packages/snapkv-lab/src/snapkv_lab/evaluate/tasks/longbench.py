@@ -112,6 +112,11 @@ class LongBench(Task):
     def _samples(self, tokenizer: Any, data: Path, data_set: "DataSet") -> Iterator[Sample]:
         """Yield the samples of one data set, in the order of its file.
 
+        Args:
+            tokenizer: cuts prompts that are too long.
+            data: the archive, or the folder of the files.
+            data_set: the set.
+
         Raises:
             DocumentError: the file is missing or damaged, or a line has another form.
             MissingDependencyError: lm-eval is not installed, or its prompt cannot be restored.
@@ -179,12 +184,12 @@ def _model_key(model: str) -> str:
 def cut_middle(
     tokenizer: Any, context: str, question: str, max_prompt_tokens: int
 ) -> tuple[str, str]:
-    """Return context and question of a prompt without its middle, if it is too long.
+    """Cut the middle out of a prompt that is too long, and return its context and its question.
 
-    Both are returned unchanged if they have at most `max_prompt_tokens` tokens. The beginning with
-    the instructions and the end with the question stay. The prompt is tokenized with special
-    tokens. The first and the last half of `max_prompt_tokens` are decoded and joined. If the
-    question alone is longer than a half, its beginning is cut off too.
+    Both are returned unchanged if they have at most `max_prompt_tokens` tokens together. Otherwise
+    the first and the last half of `max_prompt_tokens` tokens are decoded and joined, so the
+    beginning with the instructions and the end with the question stay. If the question alone is
+    longer than a half, its beginning is cut off too. The prompt is tokenized with special tokens.
     """
     ids = _encode(tokenizer, context + question)
     if len(ids) <= max_prompt_tokens:
@@ -282,7 +287,12 @@ SETS = {name: DataSet(name=name, **own) for name, own in _PUBLISHED["sets"].item
 
 
 def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
-    """Return the named sets in the table's order, or all sets if there are no names.
+    """Return the data sets with the given names in the order of `SETS`, or all sets if there are no
+    names.
+
+    Args:
+        names: the names of the sets.
+        extended: whether only sets of LongBench-E are allowed.
 
     Raises:
         InvalidArgumentError: a set does not exist, or is not in LongBench-E.

@@ -292,9 +292,8 @@ def _require_documents(documents: int, found: int) -> None:
 
 
 def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """Return `count` different questions in random order.
-
-    The seed decides which. With a larger count the list begins with the same questions.
+    """Return `count` different questions in random order, which the seed decides. With a larger
+    count the list begins with the same questions.
 
     Raises:
         InvalidArgumentError: there are fewer than `count` rows.
@@ -334,7 +333,15 @@ def phrase_questions(questions: Iterable[Question]) -> list[Question]:
 def phrase_sample(
     name: str, cell: Cell, passages: Iterable[Passage], question: str, answers: tuple[str, ...]
 ) -> Sample:
-    """Return a sample for a question that can be answered by a phrase from the passages."""
+    """Return a sample for a question that can be answered by a phrase from the passages.
+
+    Args:
+        name: the name of the sample.
+        cell: the group to which it belongs.
+        passages: the documents in the prompt, in this order.
+        question: the question.
+        answers: the right answers, each of which is accepted.
+    """
     return Sample(
         name=name,
         cell=cell,

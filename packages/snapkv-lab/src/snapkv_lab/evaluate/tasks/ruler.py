@@ -293,9 +293,14 @@ def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puz
 
 
 def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
-    """Return a puzzle with a numbered list of `count` different words in random order.
+    """Return a puzzle with a numbered list of different words in random order, ten of which are
+    more common than the others and are the answer.
 
-    Ten of them appear `often` times and are the answer. The others appear `seldom` times.
+    Args:
+        draw: the random generator.
+        count: how many different words the list has, at least 10.
+        often: how many times each of the ten words appears.
+        seldom: how many times each of the other words appears.
     """
     chosen = draw.sample(load_words("noun", "adjective", "verb"), count)
     common, others = chosen[:_COMMON], chosen[_COMMON:]
@@ -498,9 +503,14 @@ class Ruler(HaystackTask):
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
     ) -> Iterator[Sample]:
-        """Yield `samples_each` samples for one task and one length.
+        """Yield `samples_each` samples for one task and one length. Samples that do not fit into
+        the length are skipped and replaced by the next ones.
 
-        Samples that do not fit into the length are skipped and replaced by the next ones.
+        Args:
+            tokenizer: counts the tokens.
+            task: a key of `GENERATORS`.
+            length: the most tokens of prompt and answer together.
+            essay: the words of the haystack.
 
         Raises:
             InvalidArgumentError: more than 20 samples more were skipped than yielded, or the data
