@@ -71,8 +71,8 @@ class DecodeBench(Bench):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or the rounds need more than `ROOM_TOKENS`
-                tokens.
+            InvalidArgumentError: a number is out of range, or the rounds need more than
+                `ROOM_TOKENS` tokens.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()

@@ -593,7 +593,7 @@ class Overlap(ReadingStudy):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or no position would be kept.
+            InvalidArgumentError: a number is out of range, or no position would be kept.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
@@ -708,8 +708,8 @@ class Instructions(ReadingStudy):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, there are fewer than two questions, or no
-                position would be kept.
+            InvalidArgumentError: a number is out of range, there are fewer than two questions, or
+                no position would be kept.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()

@@ -68,7 +68,7 @@ class Lines(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or there is no length.
+            InvalidArgumentError: a number is out of range, or there is no length.
             InvalidTypeError: a number is not an integer.
         """
         self.require(positions=1, samples_each=1, examples=0, lengths=1)

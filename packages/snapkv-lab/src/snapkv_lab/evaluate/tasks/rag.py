@@ -251,7 +251,8 @@ class RagPipeline(PhraseTask):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or more documents are read than retrieved.
+            InvalidArgumentError: a number is out of range, or more documents are read than are
+                retrieved.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()

@@ -477,7 +477,7 @@ class Ruler(HaystackTask):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or a task is not known.
+            InvalidArgumentError: a number is out of range, or a task is not known.
             InvalidTypeError: a number is not an integer.
         """
         self.require(samples_each=1, lengths=1)

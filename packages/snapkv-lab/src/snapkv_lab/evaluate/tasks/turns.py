@@ -50,7 +50,7 @@ class Turns(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or there is no length.
+            InvalidArgumentError: a number is out of range, or there is no length.
             InvalidTypeError: a number is not an integer.
         """
         self.require(questions=1, samples_each=1, lengths=1)
