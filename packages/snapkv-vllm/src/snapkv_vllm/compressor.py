@@ -55,7 +55,7 @@ class QueryRecorder:
             window: how many queries must have been recorded, at least 1.
 
         Returns:
-            A tensor of shape (1, Hq, W, D).
+            A new tensor of shape (1, Hq, `window`, D).
 
         Raises:
             RuntimeError: another number of queries than `window` was recorded.

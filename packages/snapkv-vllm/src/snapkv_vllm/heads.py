@@ -92,8 +92,9 @@ class HeadPlaces:
             some: the range of the heads.
 
         Returns:
-            int64 (..., h, K), where K is `longest` and tokens are right-aligned. Padding gets row H
-            * slots, which is thrown away.
+            (..., h, K) int64, for the h heads of the range and K right-aligned tokens, where K is
+            `longest`. The target of padding is the row after those of all heads, which is thrown
+            away.
         """
         heads, device = self.kept.shape[-1], self.kept.device
         position = torch.arange(longest, device=device)

@@ -172,9 +172,10 @@ class History:
         """Return how many tokens at its beginning a request can take from the blocks of this
         history; 0 if it cannot use the history.
 
-        These are full blocks, if one ends at or after the last compression. Otherwise the request
-        continues in the last block and overwrites what follows, so the result is 0 while another
-        request uses the history.
+        If a block ends at or after the last compression and within the common tokens, these are the
+        tokens up to the last such end. Otherwise the request takes all common tokens, continues in
+        the last block and overwrites what follows; so the result is 0 while another request uses
+        the history.
 
         Args:
             same: how many first tokens the history has in common with the prompt. A larger number

@@ -198,7 +198,8 @@ class LayerRun:
             block_tokens: the size of vLLM's blocks, a multiple of the size in the caches.
 
         Returns:
-            (blocks,) int64 on the device of the caches, in the order of the tokens.
+            An int64 vector on the device of the caches, in the order of the tokens, with one or
+            more numbers for each of `blocks`.
         """
         cache = self.first.cache
         numbers = torch.tensor(blocks, device=cache.device)

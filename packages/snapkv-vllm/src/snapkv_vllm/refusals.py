@@ -75,6 +75,11 @@ def _require_compressible(name: str, layer: Any, spec: Any) -> None:
 def _refuse(layer: str, got: str, expected: str) -> NoReturn:
     """Raise the error that says which layer of the model cannot be compressed, and why.
 
+    Args:
+        layer: the name of the layer, or "the model".
+        got: what it has or does, as a clause that follows the name.
+        expected: what compressed prompts need instead, as a noun phrase.
+
     Raises:
         UnsupportedModelError: always.
     """

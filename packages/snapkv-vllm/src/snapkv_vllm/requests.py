@@ -65,7 +65,11 @@ class _Checks:
     """Builds a `RequestCheck` for the settings that are encoded in the name of an attribute."""
 
     def __getattr__(self, name: str) -> type[RequestCheck]:
-        """Build a new subclass of `RequestCheck` for the settings that `name` encodes.
+        """Build a new subclass of `RequestCheck` for the settings that the name of an attribute
+        encodes.
+
+        Args:
+            name: "of_" and the hexadecimal digits of the settings as JSON; see `check_name`.
 
         Raises:
             AttributeError: the name does not encode JSON.

@@ -260,8 +260,8 @@ class _CompressingScheduler(Scheduler):
         )
 
     def _record_standstill(self) -> None:
-        """Log and count it when a request waits for blocks and there is no running request that
-        will free any. This is done only once until a step has running requests or none that waits.
+        """Log and count that a request waits for blocks and that no running request will free any.
+        This is done once, and again only after a step in which a request ran or none waited.
         """
         name, self._blocked_request, before = self._blocked_request, "", self._is_standstill
         self._is_standstill = bool(name) and not self.running
@@ -286,9 +286,15 @@ class _CompressingScheduler(Scheduler):
         return {name: tokens for name, tokens in dropped if tokens}
 
     def _make_order(self, request: Any, step_tokens: int) -> Order | None:
-        """Return the order of a request for the step that was just scheduled, or None if it has
-        none. If the request is compressed after the step, its blocks are freed here; a prompt that
-        ends in the step is counted in the metrics.
+        """Return the order of a request for the step that was just scheduled, or None if the
+        workers only have to run the model for it.
+
+        If the request is compressed after the step, its blocks are freed here. If its prompt ends
+        in the step, the prompt is counted in the metrics.
+
+        Args:
+            request: vLLM's request, whose computed tokens include those of the step.
+            step_tokens: how many tokens the step computes for it.
         """
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
         plan = self._plans.get(request_id)

@@ -281,10 +281,12 @@ class SessionStore:
         self._reset_searches(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
-        """Return the plan of a request and the blocks of its history in each KV cache group, as far
-        as the request begins with them. The result is None if the request has no history.
+        """Return the plan of a request and the blocks of its history with which it begins. The
+        block managers are told that it begins with these blocks.
 
-        Also records in the block managers that the request begins with these blocks.
+        Returns:
+            The plan, and a list of blocks for each KV cache group; None if the request has no
+            history.
         """
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:

@@ -138,16 +138,21 @@ class WithSpans(Policy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Select the tokens that are kept of a prompt, if no tokens of the prompt were dropped
-        before. Slots are then positions.
+        before, so that slots are positions.
+
+        Returns:
+            A selection of slots of `layer`. It is never None, even if all slots are kept.
         """
         return self.select_with_positions(layer, _slot_positions(layer))
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor) -> Selection:
-        """Select the tokens that are kept of a prompt, if some of its tokens were dropped before.
+        """Select the tokens that are kept of a prompt, if some of its tokens may have been dropped
+        before.
 
         Args:
             layer: the stored tokens.
-            positions: (rows, 1 or H, S) int64, the position of the token in each slot.
+            positions: (rows, 1 or H, S) int64, the position in the prompt of the token in each of
+                the S slots.
 
         Returns:
             A selection of slots of `layer`. It is never None, even if all slots are kept.

@@ -377,8 +377,9 @@ class ServingSettings:
         """Return a new dictionary with the parameters of the server, in which those of the request
         replace them.
 
-        If the request sets another pooling, the server's parameter of the former pooling is left
-        out.
+        Args:
+            own: the parameters of the request, by name. If it sets another pooling, the server's
+                parameter of the former pooling, "kernel_size" or "decay", is left out.
         """
         parameters = dict(self.parameters)
         if "pooling" in own:
