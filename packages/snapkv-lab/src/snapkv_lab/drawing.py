@@ -54,9 +54,14 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
-    """Add a grid of panels to the figure and return the first `count` of them.
+    """Add a grid of panels to the figure and return the first `count` of them. The other panels are
+    left blank.
 
-    The other panels are left blank.
+    Args:
+        figure: matplotlib's figure, which is changed.
+        down: the number of rows of the grid.
+        across: the number of its columns.
+        count: how many panels are returned, row by row.
     """
     grid = list(figure.subplots(down, across, squeeze=False).flat)
     for panel in grid[count:]:

@@ -99,12 +99,14 @@ def make_methods(
 def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
     """Return a list of all methods with every way of handling later questions.
 
-    Labels name the way, unless it is "append". A full cache handles them in one way only, and is
-    listed once. With "compress", the default policy selects the tokens of each layer by itself.
+    Labels name the way, unless it is "append". A full cache handles later questions in one way
+    only, and is listed once. With "compress", the default policy selects the tokens of each layer
+    by itself.
 
     Args:
         compared: the methods.
-        texts: the words of the option, several in a text with commas; None for "append".
+        texts: the words of the option, "append", "compress" or "recall", several in a text with
+            commas; None for "append".
 
     Raises:
         InvalidArgumentError: a way is unknown or repeated, or none is given.

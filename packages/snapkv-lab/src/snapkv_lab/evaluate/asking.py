@@ -78,7 +78,9 @@ class Method:
 
     @property
     def cache_options(self) -> dict[str, Any]:
-        """The options for creating the method's `CompressedCache`."""
+        """The keyword arguments for creating the method's `CompressedCache`, besides the model and
+        the policy.
+        """
         return LATER[self.later] | ({} if self.bits is None else {"quantize": self.bits})
 
 
@@ -120,7 +122,8 @@ class SampleJob:
         return replace(self, methods=missing)
 
     def split_by_method(self) -> Iterator[Self]:
-        """Yield a copy for each method, with this method only and one more in `tries`."""
+        """Yield a copy for each method, which has only this method and whose `tries` are one more.
+        """
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 

@@ -107,7 +107,9 @@ class HarnessRun:
             return RunSummary.of(store, rows)
 
     def fingerprint(self) -> str:
-        """Return a short name for all settings that the results depend on, except the methods."""
+        """Return a hash of all settings that the results depend on, except the methods: 8
+        hexadecimal digits, which are part of the name of the default folder.
+        """
         return short_hash(self.description())
 
     def description(self) -> Row:
@@ -237,9 +239,12 @@ class CompressedLM(LM):
 
         Results in the store are not computed again, and new ones are added to it.
 
+        Args:
+            requests: lm-eval's requests, with the context and the continuation as their arguments.
+
         Returns:
             For each request the log-likelihood, and whether greedy decoding would give the
-                continuation.
+            continuation.
 
         Raises:
             InvalidArgumentError: a continuation has no token of its own.

@@ -29,9 +29,8 @@ def best_score(metric: Metric, prediction: str, references: Iterable[str]) -> fl
 
 
 def first_line(prediction: str) -> str:
-    """Return the first line of the prediction that has text, because a model may continue with
-    another example after it. Only line breaks at the beginning are skipped; the result is empty if
-    there is nothing else.
+    """Remove the line breaks at the beginning of an answer, and return the text up to the next line
+    break. A model may continue with another example after it.
     """
     return prediction.lstrip("\n").split("\n")[0]
 
@@ -58,11 +57,17 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def classification_score(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """Return 1 divided by the number of classes in the answer, or 0 if the right one is missing.
+    """Return 1 divided by the number of classes that the answer names, or 0 if the right one is
+    missing.
 
     A class whose name is part of the right class's name is not counted. The published code removes
     it from the list that it iterates over, so the next class is never checked. Published scores
     depend on this, so it is kept.
+
+    Args:
+        prediction: the answer; it names a class if it contains the name.
+        reference: the name of the right class.
+        classes: the names of all classes.
     """
     named = [name for name in classes if name in prediction]
     for name in named:

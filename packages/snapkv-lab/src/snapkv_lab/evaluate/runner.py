@@ -66,24 +66,27 @@ class Run:
             require_at_least("limit", self.limit, 1)
 
     def fingerprint(self) -> str:
-        """Return a short name for all settings that the results depend on, except the methods."""
+        """Return a hash of all settings that the results depend on, except the methods: 8
+        hexadecimal digits, which are part of the name of the default folder.
+        """
         return short_hash(self._settings())
 
     def keys(self) -> list[Key]:
-        """Return the keys of all answers in this run, in the order of samples and settings.
+        """Return the keys of all answers in this run, in the order of samples and settings. The
+        samples are made for this.
 
         Raises:
             InvalidArgumentError: the settings give no sample, or one sample twice.
             MissingDependencyError: the package with the task's data is not installed.
+            DocumentError: a file of the user is missing or has another form.
         """
         return _keys(self._jobs(self._samples()))
 
     def evaluate(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
     ) -> "Results":
-        """Answer all questions that are not answered yet, and return the results.
-
-        Answers that were lost to a lack of memory before are tried again.
+        """Answer all questions that are not answered yet, and return the results. Answers that were
+        lost to a lack of memory before are tried again.
 
         Args:
             folder: where the answers are stored; a stopped run continues there.
@@ -94,6 +97,7 @@ class Run:
             InvalidArgumentError: the folder holds another run, or a method with another policy
                 under the same label; or the settings give no sample, or one sample twice.
             MissingDependencyError: the package with the task's data is not installed.
+            DocumentError: a file of the user is missing or has another form.
             OutputError: an answer cannot be written; the answers before it are in the folder.
         """
         samples = self._samples()

@@ -46,7 +46,9 @@ class TaskComparison(NamedTuple):
 
     @property
     def methods(self) -> list[Method]:
-        """The full cache, the default, the paper's method, and the two oldest rivals."""
+        """The full cache, the default policy, SnapKV as in the paper, StreamingLLM and H2O, as new
+        objects.
+        """
         policies: dict[str, Policy] = {"full": FullCache(), "default": default_policy(self.budget)}
         policies |= {made.__name__: made(self.budget) for made in (SnapKV, StreamingLLM, H2O)}
         return [Method(label=label, policy=policy) for label, policy in policies.items()]

@@ -133,12 +133,12 @@ class Experiment:
 
     @property
     def rows(self) -> Path:
-        """The file of the rows."""
+        """The file of the rows, `docs/results/NAME.jsonl`."""
         return RESULTS / f"{self.name}.jsonl"
 
     @property
     def page(self) -> Path:
-        """The file of the page."""
+        """The file of the page, `docs/results/tables/NAME.md`."""
         return RESULTS / "tables" / f"{self.name}.md"
 
     def results(self) -> Any:

@@ -203,13 +203,14 @@ def _small_model(
 
     Args:
         device: where the model reads.
-        ids: the prompt, (1, T) int64.
+        ids: (1, T) int64, the prompt.
         policy: what is kept.
         bits: how keys and values are stored, such as "int4"; None for unquantized.
 
     Returns:
-        The positions that each head of each layer keeps, (N,) int64 padded with -1, and the
-        (1, 1, V) float32 logits of a decode step. All are on the CPU.
+        An int64 vector for each head of each layer with the positions that it keeps, padded with
+        -1; and the (1, 1, V) float32 logits of a decode step, for V tokens of the vocabulary. All
+        are on the CPU.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
     model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **options)

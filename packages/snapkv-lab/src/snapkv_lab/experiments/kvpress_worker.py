@@ -63,7 +63,8 @@ class Worker:
             kept_tokens: how many tokens each head keeps, if the worker has a press.
 
         Returns:
-            "ms" and "kept_tokens".
+            A dictionary with "ms", the time in milliseconds, and "kept_tokens", how many tokens the
+            first layer has.
         """
         prompt = torch.tensor(ids, device=self._device)
         press = self._make_press(prompt.shape[1], kept_tokens)

@@ -199,7 +199,9 @@ def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> floa
 
 
 def _turns_table(rows: list[Row]) -> Iterator[str]:
-    """Yield the heading and the table of some turns; nothing if there are no rows."""
+    """Yield the heading and the table of turns 1, 2, 5, 10, 20, 30, 40 and 50, as far as there are
+    rows of them; nothing without any.
+    """
     shown_rows = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
     columns = {
         "turn": "{turn}",

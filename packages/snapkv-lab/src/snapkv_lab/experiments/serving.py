@@ -299,7 +299,9 @@ _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "mos
 
 
 def _median_rows(rows: list[Row]) -> Iterable[Row]:
-    """Yield a row for each engine with the medians of all rounds, and the first round's rest."""
+    """Yield a row for each engine. Its times, its numbers of steps and its right answers are
+    medians over the rounds, and its other fields are those of the first round.
+    """
     for own in group_rows(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 

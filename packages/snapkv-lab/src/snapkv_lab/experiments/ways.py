@@ -293,5 +293,10 @@ def group_answers(rows: list[Row]) -> Iterator[Row]:
 
 
 def right_cell(cell: Row) -> str:
-    """Return the text for a cell of the table, with the number of right answers and the loss."""
+    """Return the text of a table cell: the share of right answers with their number and its
+    interval, and the mean loss above that of the full cache in nats per token.
+
+    Args:
+        cell: a row of `group_answers`.
+    """
     return f"{count_right(cell['answers'])}, {mean_loss_above(cell['answers']):+.2f}"

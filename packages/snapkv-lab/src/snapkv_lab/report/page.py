@@ -59,9 +59,8 @@ class Section:
 
 
 def _flatten_settings(block: Row, before: str = "") -> Pairs:
-    """Yield the names and the values of all settings as text.
-
-    The name of a nested setting begins with the names of the levels above it.
+    """Yield the names and the values of all settings as text. The name of a nested setting begins
+    with the names of the levels above it, such as "model: name".
 
     Args:
         block: the settings.

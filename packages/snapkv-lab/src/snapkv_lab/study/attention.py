@@ -469,10 +469,9 @@ class HitRate(ReadingStudy):
         )
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return a table with the mean hit rates of all layers.
-
-        In layers with few important positions a rate says little, so it has little weight in the
-        weighted mean.
+        """Return a table with the mean hit rates over all layers, and with means in which a layer
+        has the weight of its number of important positions, because a rate says little in layers
+        with few of them.
         """
         rates = ("hit_rate", "important"), ("hit_rate_beyond_sinks", "important_beyond_sinks")
 
@@ -733,10 +732,18 @@ class Instructions(ReadingStudy):
     def measure_step(
         self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """Return a row for each layer and each pair of questions.
+        """Compare the positions that questions about one document select, for each layer and each
+        pair of questions. Pairs of a question with itself are included; their overlap is 1, and
+        that of the halves is the largest that can be expected.
 
-        Pairs of a question with itself are included; their overlap is 1, and that of the halves is
-        the largest that can be expected.
+        Args:
+            loaded: the model, which reads every prompt and answer again.
+            step: the step.
+            readings: one for each question.
+
+        Returns:
+            A row for each layer and pair, with "compared", "questions", "layer", "overlap" and
+            "overlap_of_halves", both from 0 to 1.
         """
         from snapkv_app.observing import observed
         from snapkv_lab.study.measures import overlap_share

@@ -81,9 +81,8 @@ class Study(ABC):
         return {"study": study, "model": loaded.description(), **software_versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
-        """Return a short hash of the study's settings, the model and the versions of the software.
-
-        It is used as the name of a folder of results.
+        """Return a hash of the study's settings, the model and the versions of the software: 8
+        hexadecimal digits, which are part of the name of the default folder.
         """
         return short_hash(self.settings(loaded))
 

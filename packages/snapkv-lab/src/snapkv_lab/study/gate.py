@@ -72,8 +72,8 @@ class FitGate(Study):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: there are fewer than two texts of each kind, or a length is too
-                small.
+            InvalidArgumentError: there are fewer than two texts of each kind, there is no length,
+                or a number is out of range.
             InvalidTypeError: a number is not an integer.
         """
         require_at_least("texts", self.texts, 2 * len(KINDS))

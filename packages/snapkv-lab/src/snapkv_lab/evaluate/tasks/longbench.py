@@ -65,8 +65,8 @@ class LongBench(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a set is not known or not in LongBench-E, a number is too small,
-                or `code_similarity` is another word.
+            InvalidArgumentError: a set is not known or not in LongBench-E, a number is out of
+                range, or `code_similarity` is another word.
             InvalidTypeError: a number is not an integer.
         """
         if self.extended:
@@ -98,10 +98,11 @@ class LongBench(Task):
         return data_set.score(prediction, sample.references, classes, self.code_similarity)
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """Return the scores of the paper's Table 1 for the model, by method and data set.
+        """Return the scores of the paper's Table 1 for the model.
 
-        They are from 0 to 1. The dictionary is empty if the table does not have the model, and for
-        LongBench-E.
+        Returns:
+            A dict of the scores, from 0 to 1, by data set, for each name of a method. It is empty
+            if the table does not have the model, and for LongBench-E.
         """
         by_method = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
         return {
@@ -145,9 +146,10 @@ class LongBench(Task):
             )
 
     def _settings(self, tokenizer: Any, data_set: "DataSet") -> GenerationSettings:
-        """Return the generation settings for a data set.
+        """Return the settings with which answers are generated for a data set.
 
-        A summary of a dialogue (samsum) ends at a line break, which is not its first token.
+        A summary of a dialogue (samsum) ends at a line break, but has at least one token before it.
+        The tokenizer says which token that is.
         """
         settings = GenerationSettings(
             max_new_tokens=data_set.max_new_tokens, min_new_tokens=self.min_new_tokens
