@@ -122,7 +122,8 @@ class SampleJob:
         return replace(self, methods=missing)
 
     def split_by_method(self) -> Iterator[Self]:
-        """Yield a copy for each method, which has only this method and whose `tries` are one more.
+        """Yield a copy for each method, which has only this method, and in which `tries` is larger
+        by 1.
         """
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)

@@ -293,8 +293,8 @@ def group_answers(rows: list[Row]) -> Iterator[Row]:
 
 
 def right_cell(cell: Row) -> str:
-    """Return the text of a table cell: the share of right answers with their number and its
-    interval, and the mean loss above that of the full cache in nats per token.
+    """Return the text of a table cell: the share of right answers with the number of all answers
+    and its interval, and the mean loss above that of the full cache in nats per token.
 
     Args:
         cell: a row of `group_answers`.

@@ -179,8 +179,15 @@ def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def _session_in_hint(hint: object) -> Any:
-    """Return the name of the session in the field `agent_hint` of a body, or None if it has none.
-    The name is not checked and may be any JSON value.
+    """Return the name of the session in the field `agent_hint` of a body, which is not checked and
+    may be any JSON value.
+
+    Args:
+        hint: the value of the field; None if the body does not have it.
+
+    Returns:
+        The name; None if there is no hint, or if the name in it is null. An empty object is
+        returned itself, which the check of names then refuses.
 
     Raises:
         RefusedError: the hint is no object, or has a field other than `session_id`.
