@@ -184,8 +184,9 @@ def relative_differences(rows: Iterable[Row]) -> dict[Line, float]:
 
 
 def is_full_cache(row: Row) -> bool:
-    """Return whether a row of results belongs to the full cache with an exact prefill and without
-    quantization, with which all other rows are compared.
+    """Return whether a row belongs to the full cache, read exactly and not quantized.
+
+    All other rows are compared with this one.
     """
     from snapkv.policies import FullCache  # imports torch, which tables do not need
 
