@@ -54,9 +54,14 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def new_panels(figure: Any, down: int, across: int, count: int) -> list[Any]:
-    """Add a grid of panels to the figure and return the first `count` of them.
+    """Add a grid of panels to the figure and return the first `count` of them. The other panels are
+    left blank.
 
-    The other panels are left blank.
+    Args:
+        figure: matplotlib's figure, which is changed.
+        down: the number of rows of the grid.
+        across: the number of its columns.
+        count: how many panels are returned, row by row.
     """
     grid = list(figure.subplots(down, across, squeeze=False).flat)
     for panel in grid[count:]:
@@ -73,10 +78,15 @@ def add_grid(panel: Any, axis: str) -> None:
 def encode_figure(
     figure: Any, suffix: str, style: dict[Any, Any] = STYLE, *, dpi: int = 150
 ) -> bytes:
-    """Return the contents of a file that shows the figure.
+    """Return the contents of a file that shows the figure. The same figure always gives the same
+    bytes: no date and no random ids are written.
 
-    `suffix` is the ending of the file's name, such as ".svg"; it decides the format. The same
-    figure always gives the same bytes: no date and no random ids are written.
+    Args:
+        figure: matplotlib's figure.
+        suffix: the ending of the file's name in lower case, such as ".svg", which decides the
+            format.
+        style: matplotlib's settings while the figure is drawn.
+        dpi: the dots per inch of a picture of pixels.
     """
     from matplotlib import rc_context
 
@@ -118,7 +128,7 @@ class Panel(NamedTuple):
 
 
 def draw_curves(*panels: Panel) -> Any:
-    """Return a figure with the panels side by side."""
+    """Return a new figure with the panels side by side. There must be at least one."""
     result = new_figure(4.6 * len(panels), 4.2)
     for place, panel in zip(result.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw(place, panel)
@@ -142,9 +152,14 @@ def _draw(place: Any, panel: Panel) -> None:
 
 
 def _draw_lines(place: Any, panel: Panel, curves: Mapping[str, Sequence[Row]], style: str) -> None:
-    """Draw curves into matplotlib's axes in one line style, in colours from dark to light.
+    """Draw curves into matplotlib's axes, in colours from dark to light. A number that is None
+    interrupts its curve.
 
-    A number that is None interrupts its curve.
+    Args:
+        place: the axes, which are changed.
+        panel: names the fields of both axes.
+        curves: the rows of each curve by its label.
+        style: matplotlib's line style, such as ":".
     """
     from matplotlib import colormaps
 

@@ -86,9 +86,12 @@ class RowFile:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    """Lock a file for this process until the file is closed or the process ends.
+    """Lock a file for this process until the file is closed or the process ends. This does nothing
+    on Windows.
 
-    This does nothing on Windows. `folder` is for the error message.
+    Args:
+        file: the open file.
+        folder: the folder that the error message names.
 
     Raises:
         InvalidArgumentError: another process has locked the file.
@@ -129,7 +132,7 @@ def parse_row(path: Path, number: int, line: bytes, names: Collection[str] = ())
     Args:
         path: the file, for the error message.
         number: the line's number, for the error message.
-        line: the line without its line break.
+        line: the line; a line break at its end does not matter.
         names: fields that the object must have.
 
     Raises:
@@ -183,15 +186,22 @@ def short_hash(settings: Any, digits: int = 8) -> str:
 
 
 def select_rows(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """Return a list of the rows that have all of the given values.
-
-    A missing field has the value None.
+    """Return a new list of the rows that have all of the given values. A field that a row does not
+    have counts as None.
     """
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
 def group_rows(rows: Iterable[Row], by: str | Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Group rows by the value of a field or of a function, in order of first appearance."""
+    """Group rows by the value of a field or of a function.
+
+    Args:
+        rows: the rows.
+        by: the name of a field that every row has, or a function of a row.
+
+    Returns:
+        The rows of each value, both in order of first appearance.
+    """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(row[by] if isinstance(by, str) else by(row), []).append(row)

@@ -65,7 +65,8 @@ def mask_best(scores_of_runs: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
     Args:
         scores_of_runs: the (layers, H, T) scores of each run.
-        tokens: how many tokens a head keeps on average.
+        tokens: how many tokens a head keeps on average. So this number times all heads of all
+            layers are marked.
 
     Returns:
         (layers, H, T) bool for each run, True for each of the best tokens.

@@ -148,10 +148,12 @@ class CompressedManager(FullAttentionManager):
 
     def compress(self, request_id: str, order: Order) -> Move:
         """Free the blocks that a request no longer needs after a compression, and return from which
-        blocks to which blocks its kept tokens move. Also sets `dropped_tokens` of the request.
+        blocks to which blocks its kept tokens move. The blocks of the request and its
+        `dropped_tokens` are changed here; the tokens themselves are moved later by the workers.
 
-        The targets are the reserved blocks. Without a reservation they are the first blocks of the
-        request, which no other request may read then.
+        The targets are the blocks that were reserved with `reserve`, and the reservation ends.
+        Without a reservation they are the first blocks of the request, which no other request may
+        read then.
         """
         blocks = self.req_to_blocks[request_id]
         reserved = order.reserved_tokens(self.block_size)
@@ -214,9 +216,12 @@ class CompressedManager(FullAttentionManager):
     def _has_partial_local_hit(
         self, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> bool:
-        """Whether the last of the blocks with which a request begins must be copied, as vLLM
-        decides it by the number of their tokens. It is False for blocks of histories, which are
-        full whatever number of tokens they stand for.
+        """Whether vLLM must copy the last of the blocks with which a request begins, because that
+        block is only partly filled.
+
+        vLLM derives this from the number of tokens, which is wrong for the blocks of histories:
+        they store fewer tokens than they stand for. So the result is False for them, and for no
+        blocks at all.
         """
         if self._pins.keys() >= set(_ids(new_computed_blocks)):
             return False
@@ -378,12 +383,20 @@ class CompressedBlocks:
     def reserve(
         self, request_id: str, seen_tokens: int, step_tokens: int, *, others_blocks: int
     ) -> None:
-        """Reserve blocks for the tokens that a request keeps in a step. The blocks of the step
-        itself must be allocated before. Nothing is reserved if the step ends without a compression,
-        or if the kept tokens can move to the request's own blocks.
+        """Reserve blocks, in every KV cache group, for the tokens that a request keeps in a step.
+        Nothing is reserved if the step ends without a compression, or if the kept tokens can move
+        to the request's own blocks.
 
-        Blocks of the pool are used while more than `others_blocks` are free. Then the request's own
-        blocks stay in the prefix cache, and other requests of the step find blocks.
+        Blocks of the pool are used while more than `others_blocks` are free, and after that the
+        request's own blocks, which are removed from the prefix cache.
+
+        Args:
+            request_id: the id of the request. The blocks of the step itself must be allocated
+                before.
+            seen_tokens: tokens that are computed before the step.
+            step_tokens: tokens that the step computes.
+            others_blocks: how many free blocks of the pool are left to other requests of the step,
+                unless the request has too few blocks of its own.
         """
         reservations, least = {}, {}
         for manager in self._managers.values():
@@ -397,8 +410,11 @@ class CompressedBlocks:
             manager.reserve(request_id, needed, min(needed, spare + least.pop(manager)))
 
     def compress(self, request_id: str, order: Order) -> tuple[Move, ...]:
-        """Free the blocks that a request no longer needs after a compression in every KV cache
-        group, and return one move per group.
+        """Free the blocks that a request no longer needs after a compression, in every KV cache
+        group.
+
+        Returns:
+            One move per group, in the order of the managers; see `CompressedManager.compress`.
         """
         return tuple(manager.compress(request_id, order) for manager in self._managers.values())
 

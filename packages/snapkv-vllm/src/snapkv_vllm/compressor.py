@@ -30,8 +30,12 @@ class QueryRecorder:
     recorded: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
 
     def attach(self, name: str, layer: VotingLayer) -> None:
-        """Record the queries that an attention layer computes from now on, under the name `name`.
-        In each step only the rows that `rows_of_requests` names are copied.
+        """Record the queries that an attention layer computes from now on. In each step only the
+        rows that `rows_of_requests` names are copied. It cannot be undone.
+
+        Args:
+            name: the name of the layer, under which its queries are recorded.
+            layer: the layer, which is changed in place.
         """
 
         def record(query: Tensor) -> None:
@@ -51,7 +55,7 @@ class QueryRecorder:
             window: how many queries must have been recorded, at least 1.
 
         Returns:
-            A tensor of shape (1, Hq, W, D).
+            A new tensor of shape (1, Hq, `window`, D).
 
         Raises:
             RuntimeError: another number of queries than `window` was recorded.
@@ -135,6 +139,7 @@ class Compressor:
         Raises:
             RuntimeError: another number of queries was recorded, or another number of tokens is
                 kept, than the scheduler has counted.
+            UnsupportedModelError: vLLM's kernel for CPUs does not store numbers unchanged.
         """
         for request, order in orders.items():
             if order.is_due:
@@ -343,9 +348,15 @@ class HeldPositions:
         """Select the tokens of a session's request, and record their positions under the first
         block to which they move.
 
+        Args:
+            run: the layers, all of one KV cache group.
+            order: the order of the scheduler, with one move for each group.
+            selector: the selector of the order.
+            layer: the stored keys and the recorded queries of the layers, as rows of a batch.
+
         Returns:
-            (layers, H or 1, K) int64 slots; None if all tokens are kept, and then nothing is
-            recorded.
+            (layers, H or 1, K) int64 slots, not positions; None if all tokens are kept, and then
+            nothing is recorded.
         """
         positions = self._stored_positions(run, order, layer.keys.device)
         keep = selector.select_with_positions(layer, positions)
@@ -363,9 +374,15 @@ class HeldPositions:
         """Return the position in the conversation of each token that is still stored. Tokens after
         the last compression are all stored.
 
+        Args:
+            run: the layers, all of one KV cache group.
+            order: the order of the scheduler. Its first source block must have recorded positions
+                if tokens were dropped.
+            device: where the result is needed.
+
         Returns:
-            (layers, H or 1, held) int64; None if nothing was dropped, because slots are then
-            positions.
+            (layers, H or 1, held) int64, for the tokens that are stored before the compression;
+            None if nothing was dropped, because slots are then positions.
         """
         if order.seen_tokens == order.held_tokens:
             return None

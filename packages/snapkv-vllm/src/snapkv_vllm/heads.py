@@ -28,18 +28,21 @@ class HeadPlaces:
     given to the heads in turn.
     """
 
-    kept: Tensor  # (..., H) int64, the tokens of each head at the end of the prompt
-    page_tokens: int
+    # (..., H) int64, the tokens that each of the H heads which share pages keeps at the end of the
+    # prompt
+    kept: Tensor
+    page_tokens: int  # the size of a page
 
     def page_places(self, pages: Tensor) -> Tensor:
         """Return where some pages of every head lie among all pages of the request. The pages need
         not be allocated yet.
 
         Args:
-            pages: (..., H or 1, N) int64, page numbers of a head, counted from its first token.
+            pages: (..., H or 1, N) int64, the numbers of N pages of each head, counted from its
+                first token. With a second to last size of 1, all heads have the same numbers.
 
         Returns:
-            (..., H, N) int64, their places among all pages of the request.
+            (..., H, N) int64, their places among all pages of the request, counted block by block.
         """
         heads = self.kept.shape[-1]
         first, before, turn = (one.unsqueeze(-1) for one in self._prompt_pages)
@@ -50,11 +53,13 @@ class HeadPlaces:
         """Create the tensor of zeros into which `scatter` writes the kept states.
 
         Args:
-            states: (..., K, D) keys or values, from which D, the dtype and the device are taken.
+            states: (..., K, D) keys or values, from which only D, the dtype and the device are
+                taken.
             slots: how many slots the request has per head.
 
         Returns:
-            A tensor of shape (..., H * slots + 1, D), whose last row takes padding.
+            A new tensor of shape (..., H * slots + 1, D). Its last row receives the padding of
+            `scatter`, and the caller must cut it off.
         """
         *others, heads = self.kept.shape
         return states.new_zeros(*others, heads * slots + 1, states.shape[-1])
@@ -64,8 +69,9 @@ class HeadPlaces:
         stay as they are.
 
         Args:
-            states: (..., h, K, D), right-aligned; heads of several layers that share pages are
-                joined.
+            states: (..., h, K, D) keys or values of h successive heads, where K is the largest
+                number of tokens of one of them. Heads with fewer tokens are padded on the left.
+                Heads of several layers that share pages are joined.
             found: the output of `make_output`, changed in place.
             slots: how many slots the request has per head.
             first_head: the number of the first of these heads.
@@ -86,8 +92,9 @@ class HeadPlaces:
             some: the range of the heads.
 
         Returns:
-            int64 (..., h, K), where K is `longest` and tokens are right-aligned. Padding gets row H
-            * slots, which is thrown away.
+            (..., h, K) int64, for the h heads of the range and K right-aligned tokens, where K is
+            `longest`. The target of padding is the row after those of all heads, which is thrown
+            away.
         """
         heads, device = self.kept.shape[-1], self.kept.device
         position = torch.arange(longest, device=device)
@@ -255,11 +262,13 @@ def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
     inverse.
 
     Args:
-        of_heads: (N, requests, H, ...), where H are the heads that share pages.
-        heads: the number of KV heads of a layer.
+        of_heads: (N, requests, H, ...), for N groups of layers. H is the number of heads that share
+            pages: those of all layers of a group, one layer after the other.
+        heads: the number Hkv of KV heads of one layer; H must be a multiple of it.
 
     Returns:
-        A tensor of shape (layers, requests, Hkv, ...).
+        A tensor of shape (layers, requests, Hkv, ...), where layers is N * H / Hkv; the layers of
+        the first group come first. It may share memory with `of_heads`.
     """
     layers, rows, _, *more = of_heads.shape
     by_layer = of_heads.reshape(layers, rows, -1, heads, *more)
@@ -267,14 +276,14 @@ def _split_layers(of_heads: Tensor, heads: int) -> Tensor:
 
 
 def _join_layers(of_layers: Tensor, layers: int) -> Tensor:
-    """Join the heads of all layers that share pages. `_split_layers` is the inverse.
+    """Join the heads of the layers that share pages. `_split_layers` is the inverse.
 
     Args:
-        of_layers: (layers, requests, Hkv).
-        layers: how many layers share pages.
+        of_layers: (all layers, requests, Hkv), where the layers of a group follow each other.
+        layers: how many layers share pages; the number of all layers must be a multiple of it.
 
     Returns:
-        A tensor of shape (N, requests, H).
+        A tensor of shape (N, requests, H), where N is the number of groups and H is `layers` * Hkv.
     """
     by_pool = of_layers.reshape(-1, layers, *of_layers.shape[1:])
     return by_pool.transpose(1, 2).flatten(2)
@@ -283,13 +292,15 @@ def _join_layers(of_layers: Tensor, layers: int) -> Tensor:
 def sequence_metadata(
     plain: Any, found: Sequences, layer: int, *, builder: Any, group_size: int
 ) -> Any:
-    """Return a copy of a batch's attention metadata that shows the sequences of one layer instead.
+    """Return a copy of a batch's attention metadata that shows the sequences of one layer instead
+    of the batch.
 
     Args:
-        plain: the metadata that `builder` has built, of a kind in `_PLANS`.
-        found: the sequences.
+        plain: the metadata that `builder` has built for the batch. The name of its class must be in
+            `_PLANS`.
+        found: the sequences of all layers of the builder.
         layer: the index of the layer among those of `found`.
-        builder: vLLM's builder.
+        builder: vLLM's attention metadata builder.
         group_size: the number of query heads per KV head.
     """
     own = _PLANS[type(plain).__name__](plain, found, layer, builder, group_size)
@@ -309,8 +320,12 @@ def sequence_metadata(
 def _cpu_plan(
     plain: Any, found: Sequences, layer: int, builder: Any, group_size: int
 ) -> dict[str, Any]:
-    """Return the fields of the CPU backend's metadata that say how its kernel distributes the work
-    among threads. vLLM's own builder requests this from the kernel in the same way.
+    """Plan how the kernel of the CPU backend distributes the work on the sequences among threads.
+    vLLM's own builder requests this plan from the kernel in the same way.
+
+    Returns:
+        A dict with the only key "scheduler_metadata", the field of the backend's metadata that
+        contains the plan.
     """
     from vllm import _custom_ops as ops
     from vllm import envs
@@ -346,8 +361,8 @@ class _KeptHeads:
     """How many tokens of its prompt each head of a request keeps, layer by layer."""
 
     prompt_tokens: int
-    max_tokens: int = 0
-    counts_by_layer: dict[str, Tensor] = field(default_factory=dict)
+    max_tokens: int = 0  # the most tokens of one head in any layer
+    counts_by_layer: dict[str, Tensor] = field(default_factory=dict)  # (Hkv,) by name of the layer
 
 
 @dataclass(frozen=True)
@@ -358,18 +373,19 @@ class _LayerStep:
 
     found: Sequences
     pages: HeadPages
-    metadata: Any
-    covers_batch: bool
+    metadata: Any  # vLLM's attention metadata of the sequences
+    covers_batch: bool  # whether the batch has no other requests
 
     def select_states(self, states: Tensor) -> Tensor:
         """Select the states that belong to the sequences from the states of the whole batch.
 
         Args:
-            states: (tokens, Hkv * G, D) states of the batch.
+            states: (tokens, Hkv * G, D) queries, keys or values of the batch, with G heads for each
+                KV head.
 
         Returns:
-            A tensor of shape (N * Hkv, G, D); a view of `states` if the sequences are in the order
-            of the batch.
+            A tensor of shape (N * Hkv, G, D) for the N tokens of the sequences; a view of `states`
+            if the sequences are in the order of the batch.
         """
         by_head = states.reshape(len(states) * self.pages.heads, -1, states.shape[-1])
         if self.found.in_order:
@@ -543,12 +559,12 @@ class HeadsAttention:
     def _places_of(
         self, names: Sequence[str], kept: Sequence[_KeptHeads], pages: HeadPages
     ) -> HeadPlaces:
-        """Return where the pages of each head of this batch lie. The result is kept for later steps
-        with the same requests.
+        """Return where the pages of each head of this batch lie. The result is stored, and later
+        steps with the same requests and layers get the same object.
 
         Args:
-            names: the names of the layers.
-            kept: the numbers of tokens of each request of the batch.
+            names: the names of the layers of one attention metadata builder.
+            kept: the numbers of kept tokens of each compressed request of the batch.
             pages: the pages of the first of these layers.
         """
         requests, places = self._places.get(names[0], ((), None))

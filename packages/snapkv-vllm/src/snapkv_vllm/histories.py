@@ -35,8 +35,8 @@ class DigestedTokens:
 
     @classmethod
     def from_ids(cls, ids: Sequence[int] | NDArray[np.int32]) -> Self:
-        """Copy token ids as int32 and compute their digests, in a time that is linear in the number
-        of ids.
+        """Copy token ids as int32, and compute the digest of each prefix that consists of whole
+        blocks.
         """
         copied = np.array(ids, dtype=np.int32)
         digest, digests = hashlib.blake2b(digest_size=16), []
@@ -67,8 +67,8 @@ class DigestedTokens:
         return blocks * BLOCK + (int(differ[0]) if len(differ) else length)
 
     def has_same_prefix(self, other: "DigestedTokens", tokens: int) -> bool:
-        """Whether the first `tokens` tokens are the same in both, compared one by one. If one has
-        fewer tokens, so must the other.
+        """Whether the first `tokens` tokens are the same in both objects, compared one by one. If
+        one of them has fewer tokens, both must have the same number.
         """
         return np.array_equal(self.ids[:tokens], other.ids[:tokens])
 
@@ -172,9 +172,10 @@ class History:
         """Return how many tokens at its beginning a request can take from the blocks of this
         history; 0 if it cannot use the history.
 
-        These are full blocks, if one ends at or after the last compression. Otherwise the request
-        continues in the last block and overwrites what follows, so the result is 0 while another
-        request uses the history.
+        If a block ends at or after the last compression and within the common tokens, these are the
+        tokens up to the last such end. Otherwise the request takes all common tokens, continues in
+        the last block and overwrites what follows; so the result is 0 while another request uses
+        the history.
 
         Args:
             same: how many first tokens the history has in common with the prompt. A larger number

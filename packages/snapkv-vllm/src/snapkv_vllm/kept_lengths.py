@@ -72,8 +72,8 @@ class KeptLengths:
         return positions - self._dropped[rows]
 
     def patch_builder(self, builder: Any) -> None:
-        """Patch one of vLLM's attention metadata builders, so that it gets the numbers of stored
-        tokens instead of computed tokens. A builder must be patched only once.
+        """Patch one of vLLM's attention metadata builders in place, so that it gets the numbers of
+        stored tokens instead of computed tokens. A builder must be patched only once.
         """
         build = builder.build
 

@@ -31,6 +31,7 @@ class VotingLayer:
 
     @property
     def heads(self) -> int:
+        """The number of query heads."""
         heads: int = self.wrapped.num_heads
         return heads
 
@@ -117,8 +118,12 @@ class LatentLayer(VotingLayer):
     def prepare_queries(self, queries: Tensor) -> Tensor:
         """Convert recorded queries so that they can be compared with the stored latents.
 
+        Args:
+            queries: (1, Hq, W, D) queries as `add_query_listener` has passed them; the last numbers
+                of each are its rotated part.
+
         Returns:
-            A tensor of shape (1, Hq, W, size of the latent and the rotated part).
+            A new tensor of shape (1, Hq, W, size of the latent and the rotated part).
         """
         plain = self.wrapped.qk_nope_head_dim
         turned = queries[..., :plain] @ self.wrapped.W_UK_T  # (Hq, plain, latent)
@@ -193,7 +198,8 @@ class LayerRun:
             block_tokens: the size of vLLM's blocks, a multiple of the size in the caches.
 
         Returns:
-            (blocks,) int64 on the device of the caches, in the order of the tokens.
+            An int64 vector on the device of the caches, in the order of the tokens, with one or
+            more numbers for each of `blocks`.
         """
         cache = self.first.cache
         numbers = torch.tensor(blocks, device=cache.device)
@@ -243,8 +249,8 @@ def layer_runs(groups: Mapping[int, Mapping[str, VotingLayer]]) -> Iterator[Laye
 
 
 def _signature(name: str, layer: VotingLayer) -> tuple[Any, ...]:
-    """Return a value that is equal for two layers if they can be compressed together. A layer with
-    attention sinks has a value of its own.
+    """Return a value that is equal for two layers if they can be compressed together. The value of
+    a layer with attention sinks differs from those of all other layers.
     """
     options, cache = layer.score_options, layer.cache
     return (

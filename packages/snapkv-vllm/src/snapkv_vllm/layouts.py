@@ -59,18 +59,23 @@ FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def make_layout(layers: Sequence[Any]) -> "Layout":
-    """Return the layout of some attention layers that are alike. vLLM must have allocated their
-    caches, and their backend must be one of `LAYOUTS`.
+    """Return the layout of some attention layers that are alike, by which their caches are read and
+    written.
+
+    Args:
+        layers: vLLM's attention layers, at least one. That they are alike is not checked: the first
+            one decides. vLLM must have allocated their caches, and their backend must be one of
+            `LAYOUTS`.
     """
     return LAYOUTS[layers[0].get_attn_backend().get_name()](layers)
 
 
 def slot_numbers(blocks: Tensor, tokens: int, block_tokens: int) -> Tensor:
-    """Return the numbers of the slots in which the first `tokens` tokens of a request are stored.
+    """Return the numbers of the slots in which the first tokens of a request are stored.
 
     Args:
-        blocks: the request's blocks in the order of their tokens, an integer tensor.
-        tokens: how many tokens; at most those of all blocks are returned.
+        blocks: the numbers of the request's blocks in the order of their tokens, an integer tensor.
+        tokens: how many slots are returned; if it is more than the blocks have, all slots are.
         block_tokens: the size of a block.
     """
     within = torch.arange(block_tokens, device=blocks.device)
@@ -118,12 +123,13 @@ class PlainLayout:
         return type(self)(self._caches[layers], self._head_size, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Copy the keys of the first `tokens` tokens of a request out of the cache, in the form in
-        which the cache stores numbers.
+        """Copy the keys of the first tokens of a request out of the caches, in the form in which
+        the caches store numbers.
 
         Args:
-            blocks: the blocks of the request.
-            tokens: how many tokens are read.
+            blocks: (blocks,) the numbers of the request's blocks in the caches, in the order of the
+                tokens.
+            tokens: the number T of tokens that are read.
 
         Returns:
             A tensor of shape (layers, Hkv, T, D).
@@ -135,8 +141,8 @@ class PlainLayout:
         """Select the keys of the kept tokens from the keys that `read_keys` has returned.
 
         Args:
-            keys: the output of `read_keys`.
-            keep: (layers, Hkv or 1, K), which tokens are kept.
+            keys: (layers, Hkv, T, D), the output of `read_keys`.
+            keep: (layers, Hkv or 1, K) int64, the indices below T of the K tokens that are kept.
 
         Returns:
             A tensor of shape (layers, Hkv, K, D).
@@ -144,11 +150,14 @@ class PlainLayout:
         return gather_tokens(keys, keep)
 
     def read_values(self, blocks: Tensor, keep: Tensor) -> Tensor:
-        """Copy the values of the kept tokens of a request out of the cache.
+        """Copy the values of the kept tokens of a request out of the caches, in the form in which
+        the caches store numbers.
 
         Args:
-            blocks: the blocks of the request.
-            keep: (layers, Hkv or 1, K), which of their tokens are kept.
+            blocks: (blocks,) the numbers of the request's blocks in the caches, in the order of the
+                tokens.
+            keep: (layers, Hkv or 1, K) int64, the indices of the K kept tokens among all tokens of
+                the blocks.
 
         Returns:
             A tensor of shape (layers, Hkv, K, D).
@@ -166,8 +175,8 @@ class PlainLayout:
         """Write keys and values into slots of the caches, which are changed in place.
 
         Args:
-            slots: the slots, which are the same for all heads.
-            keys: (layers, Hkv, K, D) keys, in the form in which the cache stores numbers.
+            slots: (K,) the numbers of the slots, which are the same for all layers and heads.
+            keys: (layers, Hkv, K, D) keys, in the form in which the caches store numbers.
             values: (layers, Hkv, K, D) values in the same form.
         """
         block_tokens = self._caches[0].shape[2]
@@ -226,8 +235,9 @@ class CpuLayout:
         return type(self)(self._caches[layers], self._isa, self.form)
 
     def read_keys(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Copy keys as `PlainLayout.read_keys` does. Their memory may be ordered by numbers instead
-        of tokens.
+        """Copy the keys of the first tokens of a request, with the arguments and the result of
+        `PlainLayout.read_keys`. In memory, the tokens of the result may be next to each other
+        instead of the numbers of a token.
         """
         return self._read(0, blocks)[:, :, :tokens]
 
@@ -427,6 +437,12 @@ def _measure_packings(
 ) -> tuple[_Packing, _Packing]:
     """Find out how vLLM's kernel packs the keys and the values of a block, by writing known numbers
     with it. The result is cached.
+
+    Args:
+        isa: vLLM's name of the instruction set for which the kernel packs.
+        block_tokens: the size of a block.
+        head_size: D, the size of a key or value.
+        form: the format of the cache.
 
     Returns:
         The packing of the keys, and that of the values.

@@ -115,7 +115,14 @@ def _prompt(layer: Any, tokens: int, query_tokens: int, options: dict[str, Any])
 @torch.inference_mode()
 def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]) -> None:
     """Allocate what a compression of one layer with `policy` needs, by compressing a prompt of
-    zeros. Nothing is returned or stored.
+    zeros. Nothing is returned, and all memory is free again afterwards, so that only the device's
+    peak shows it.
+
+    Args:
+        layer: vLLM's attention layer, from which the sizes are taken.
+        policy: the method, which must not compress layers together; see `_vote_across_layers`.
+        largest: the length of the prompt, and the number of tokens that a step keeps.
+        options: the dtype and the device of all tensors.
     """
     kept = [torch.empty(2, layer.num_kv_heads, largest.step_tokens, layer.head_size, **options)]
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
@@ -130,9 +137,17 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, A
 def _vote_across_layers(
     layers: int, layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]
 ) -> None:
-    """Allocate what a compression of `layers` layers together needs, with the scores of one layer
-    and zeros for the others, as if the first layer kept all of its tokens. Nothing is returned or
-    stored.
+    """Allocate what a compression of several layers together needs, as if the first layer kept all
+    of its tokens. Nothing is returned, and all memory is free again afterwards, so that only the
+    device's peak shows it.
+
+    Args:
+        layers: how many layers share one budget. Only one of them is scored; the others have scores
+            of zero.
+        layer: vLLM's attention layer, from which the sizes are taken.
+        policy: the method, which compresses all layers together.
+        largest: the length of the prompt.
+        options: the dtype and the device of all tensors.
     """
     prompt = _prompt(layer, largest.prompt_tokens, policy.query_tokens, options)
     others = prompt.keys.new_zeros(layers - 1, *prompt.keys.shape[1:3], dtype=torch.float32)

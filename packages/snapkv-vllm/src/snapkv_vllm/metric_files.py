@@ -109,8 +109,12 @@ class WrittenCounts:
             self._places.clear()
 
     def _try(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Call `step` with `arguments`, and catch an `OSError` that it raises. The first of these
-        errors is logged, and every one sets the time of the next try.
+        """Call a function, and catch an `OSError` that it raises. The first of these errors is
+        logged, and every one sets the time of the next try to 10 seconds later.
+
+        Args:
+            step: the function.
+            arguments: its arguments.
         """
         try:
             step(*arguments)

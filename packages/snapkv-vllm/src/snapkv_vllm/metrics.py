@@ -143,11 +143,24 @@ class Metrics:
     def count(self, name: str, by: int = 1, **labels: str) -> None:
         """Increase the value of a counter by the number `by`. With 0 the counter is only created,
         so that it is shown from the start.
+
+        Args:
+            name: the name of the counter.
+            by: the number to add.
+            labels: labels of this counter, besides those of this object.
+
+        Raises:
+            KeyError: there is no metric with this name.
         """
         self.get(name, **labels).inc(by)
 
     def set(self, name: str, value: int, **labels: str) -> None:
         """Set the value of a gauge to a number.
+
+        Args:
+            name: the name of the gauge.
+            value: its new value.
+            labels: labels of this gauge, besides those of this object.
 
         Raises:
             KeyError: there is no metric with this name.
@@ -156,8 +169,9 @@ class Metrics:
 
 
 def compression_stopwatch(vllm_config: Any, device: Any) -> Stopwatch:
-    """Return a stopwatch for the compressions of a worker, which observes the times in a histogram.
-    Only the first worker of an engine does; the stopwatches of the others discard their times.
+    """Return a stopwatch for the compressions of a worker, which adds each time to the histogram
+    "compression_seconds". Only the first worker of an engine does this; the stopwatches of the
+    others discard their times.
     """
     from vllm.distributed import get_pp_group, get_tp_group
 
@@ -178,8 +192,12 @@ class PromptMetrics(Metrics):
         self.record_refusal("prompt", by=0)
 
     def record_refusal(self, reason: str, by: int = 1) -> None:
-        """Count a request that is refused only by the engine, as `reason`. vLLM's server answers
-        such a request with status 500.
+        """Count a request that is refused only by the engine. vLLM's server answers such a request
+        with status 500.
+
+        Args:
+            reason: the field or setting that was wrong, as `reason_of` returns it.
+            by: how many requests; with 0 the counter is only created.
         """
         self.count("refusals", by, status="500", reason=reason)
 

@@ -38,8 +38,12 @@ class Refusals(Metrics):
         super().__init__(**labels_of(vllm_config) | {"engine": ""})
 
     def counting(self, context: RequestContext, send: Send) -> Send:
-        """Return a function that sends messages with `send`, and that first counts the response if
-        its status is at least 400 and `context` says why the request was refused.
+        """Wrap the ASGI function `send`, so that refused requests are counted.
+
+        Returns:
+            A function that sends each message with `send`. Before the message that begins a
+            response, it counts the response if the status is at least 400 and `context` says why
+            the request was refused.
         """
 
         async def send_and_count(message: Message) -> None:
@@ -122,6 +126,11 @@ def _checking(receive: _Receive, settings: ServingSettings, path: str) -> _Recei
 
     A message that is not part of the body, such as a disconnect, is returned unchanged. The wrapped
     function raises HTTPException with status 400 if a setting is wrong.
+
+    Args:
+        receive: the ASGI function that returns the next message of the client.
+        settings: the settings of the server.
+        path: the path of the endpoint, without the server's root path.
     """
 
     async def receive_checked() -> Message:

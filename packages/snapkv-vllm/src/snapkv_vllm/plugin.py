@@ -141,8 +141,12 @@ def _watch(process: int) -> None:
 
 
 def _kill_after(process: int) -> None:
-    """Wait until the process with the id `process` has ended, delete this process's own folder of
-    metrics, and kill this process.
+    """Wait until another process has ended, delete this process's own folder of metrics if it has
+    one, and kill this process. It does not return.
+
+    Args:
+        process: the process id of the other process. If there is no such process, it counts as
+            ended.
     """
     try:
         handle = os.pidfd_open(process)

@@ -87,8 +87,8 @@ def application(
 
 
 def _add_environment(actor_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the actor options in which `runtime_env` is added to the user's environment.
-    The environment variables of the user take precedence.
+    """Return a copy of the actor options whose "runtime_env" has the environment variables of
+    `runtime_env` as well. A variable that the user has set keeps the user's value.
     """
     user_environment = dict(actor_options.get("runtime_env") or {})
     env_vars = {**runtime_env()["env_vars"], **(user_environment.get("env_vars") or {})}

@@ -46,12 +46,12 @@ def _require_compressible(name: str, layer: Any, spec: Any) -> None:
 
     Args:
         name: the name of the layer, for the error.
-        layer: vLLM's attention layer; None if it is not one.
+        layer: vLLM's attention layer; None if it is not one, which is refused.
         spec: vLLM's spec of its cache.
 
     Raises:
-        UnsupportedModelError: the attention, the backend or the cache format of the layer is not
-            supported.
+        UnsupportedModelError: the kind of attention, the backend or the cache format of the layer
+            is not supported.
     """
     from snapkv_vllm.blocks import COUNTERPARTS
 
@@ -74,6 +74,11 @@ def _require_compressible(name: str, layer: Any, spec: Any) -> None:
 
 def _refuse(layer: str, got: str, expected: str) -> NoReturn:
     """Raise the error that says which layer of the model cannot be compressed, and why.
+
+    Args:
+        layer: the name of the layer, or "the model".
+        got: what it has or does, as a clause that follows the name.
+        expected: what compressed prompts need instead, as a noun phrase.
 
     Raises:
         UnsupportedModelError: always.

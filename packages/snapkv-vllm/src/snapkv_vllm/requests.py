@@ -48,8 +48,8 @@ class RequestCheck:
 
 
 def _processor_types() -> Iterator[type[Any]]:
-    """Yield the base class of custom logits processors for each of vLLM's two runners, if this
-    version of vLLM has it.
+    """Yield vLLM's base classes of custom logits processors, one for each of its two runners. A
+    class that the installed version of vLLM does not have is left out.
     """
     with contextlib.suppress(ImportError):
         from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -65,7 +65,11 @@ class _Checks:
     """Builds a `RequestCheck` for the settings that are encoded in the name of an attribute."""
 
     def __getattr__(self, name: str) -> type[RequestCheck]:
-        """Build a new subclass of `RequestCheck` for the settings that `name` encodes.
+        """Build a new subclass of `RequestCheck` for the settings that the name of an attribute
+        encodes.
+
+        Args:
+            name: "of_" and the hexadecimal digits of the settings as JSON; see `check_name`.
 
         Raises:
             AttributeError: the name does not encode JSON.
@@ -87,8 +91,8 @@ _NAME = f"{__name__}:checks.of_"
 
 
 def check_name(settings: ServingSettings) -> str:
-    """Return the entry for vLLM's option `logits_processors` by which vLLM finds the check for
-    these settings.
+    """Return the name by which vLLM finds the check of requests for these settings, as an entry for
+    its option `logits_processors`: "module:attribute", where the attribute encodes the settings.
     """
     return _NAME + json.dumps(settings.to_config()).encode().hex()
 

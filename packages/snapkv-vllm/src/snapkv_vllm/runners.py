@@ -157,7 +157,8 @@ class CompressingRunner:
         Requests that were compressed in the last step get their new blocks first.
 
         Raises:
-            RuntimeError: another number of tokens is kept than the scheduler has counted.
+            RuntimeError: another number of queries was recorded, or another number of tokens is
+                kept, than the scheduler has counted.
         """
         self._forget(find_restarted_requests(scheduler_output))
         # vLLM sends a plain step when it measures memory or time.
@@ -205,8 +206,13 @@ class CompressingRunner:
         }
 
     def _run_orders(self) -> None:
-        """Carry out the orders of the step that has just run, and record which requests were
-        compressed, for the next step.
+        """Carry out the orders of the step that has just run, and report the times of earlier
+        compressions. It is recorded for the next step which requests were compressed, and how many
+        tokens they have dropped.
+
+        Raises:
+            RuntimeError: another number of queries was recorded, or another number of tokens is
+                kept, than the scheduler has counted.
         """
         orders, self._orders = self._orders, {}
         self._stopwatch.report()

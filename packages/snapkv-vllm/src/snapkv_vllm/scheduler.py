@@ -129,7 +129,13 @@ class _CompressingScheduler(Scheduler):
         the step ends with a compression.
 
         If there are too few free blocks, histories that no request uses are evicted one by one. If
-        that does not help, it is recorded for what the request waits.
+        that does not help, a request that has to wait is counted and logged.
+
+        Args:
+            request: vLLM's request.
+            num_new_tokens: how many tokens the step computes for it.
+            num_new_computed_tokens: how many of its tokens it takes from blocks that exist already.
+            kwargs: further arguments of vLLM's `allocate_slots`.
 
         Returns:
             The result of vLLM's `allocate_slots`, which is None if there are too few free blocks.
@@ -156,8 +162,8 @@ class _CompressingScheduler(Scheduler):
         return slots
 
     def _record_preempted(self, request_ids: Iterable[str]) -> None:
-        """Record which requests vLLM has preempted since the last step. They are counted as waiting
-        if blocks for kept tokens were the reason.
+        """Record which requests vLLM has preempted since the last step. All of them are counted as
+        waiting if blocks for the kept tokens of a request were the reason.
         """
         for request_id in request_ids:
             if self._preempts_for_reservation:
@@ -191,9 +197,9 @@ class _CompressingScheduler(Scheduler):
     def _get_local_prefix_cache_hit(
         self, request: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, int, int, bool]:
-        """Find the blocks with which a request begins: those of the history that is chosen and
-        pinned here for a request of a session, or those that vLLM finds in the prefix cache, up to
-        the tokens that the request may take from there.
+        """Find the blocks with which a request begins. If it belongs to a session, a history is
+        chosen and pinned here, and its blocks are returned. Otherwise they are the blocks that vLLM
+        finds in the prefix cache, up to the tokens that the request may take from there.
 
         Returns:
             The blocks and the number of their computed tokens, followed by two values of vLLM.
@@ -222,8 +228,13 @@ class _CompressingScheduler(Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        """Return how many of the new tokens a step computes: as many as vLLM decides, but not
-        beyond the next compression.
+        """Return how many tokens of a request the next step computes: as many as vLLM decides, but
+        not beyond the next compression.
+
+        Args:
+            request: vLLM's request.
+            num_computed_tokens: tokens that are computed before the step.
+            num_new_tokens: how many tokens could be computed.
         """
         computed = num_computed_tokens, num_new_tokens
         tokens: int = super()._reserve_prefill_lookahead(request, *computed)
@@ -254,8 +265,8 @@ class _CompressingScheduler(Scheduler):
         )
 
     def _record_standstill(self) -> None:
-        """Log and count it when a request waits for blocks and there is no running request that
-        will free any. This is done only once until a step has running requests or none that waits.
+        """Log and count that a request waits for blocks and that no running request will free any.
+        This is done once, and again only after a step in which a request ran or none waited.
         """
         name, self._blocked_request, before = self._blocked_request, "", self._is_standstill
         self._is_standstill = bool(name) and not self.running
@@ -280,9 +291,15 @@ class _CompressingScheduler(Scheduler):
         return {name: tokens for name, tokens in dropped if tokens}
 
     def _make_order(self, request: Any, step_tokens: int) -> Order | None:
-        """Return the order of a request for the step that was just scheduled, or None if it has
-        none. If the request is compressed after the step, its blocks are freed here; a prompt that
-        ends in the step is counted in the metrics.
+        """Return the order of a request for the step that was just scheduled, or None if the
+        workers only have to run the model for it.
+
+        If the request is compressed after the step, its blocks are freed here. If its prompt ends
+        in the step, the prompt is counted in the metrics.
+
+        Args:
+            request: vLLM's request, whose computed tokens include those of the step.
+            step_tokens: how many tokens the step computes for it.
         """
         request_id, prompt_tokens = request.request_id, request.num_prompt_tokens
         plan = self._plans.get(request_id)

@@ -100,6 +100,9 @@ def _plugin_arguments(settings: ServingSettings, options: Mapping[str, Any]) -> 
         settings: how prompts are compressed.
         options: the user's options of vLLM, by name. Names outside `PLUGIN_OPTIONS` have no effect.
 
+    Returns:
+        A new dict with exactly the keys `PLUGIN_OPTIONS`.
+
     Raises:
         RefusedError: the user has given another worker or scheduler.
         MissingDependencyError: vLLM is not installed, or its version is not supported.

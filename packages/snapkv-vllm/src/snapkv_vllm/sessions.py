@@ -233,6 +233,10 @@ class SessionStore:
         If the prompt has fewer new tokens than the method needs queries, the plan compresses
         nothing but its spans, and a later request will compress.
 
+        Args:
+            turn: the request; it is not changed.
+            history: a history of the same session.
+
         Returns:
             The plan, and how many last tokens of the prompt must be computed, at least 1. None if
             the edits of spans of the request and of the history do not go together; see
@@ -260,11 +264,15 @@ class SessionStore:
                 turn.has_searched = False
 
     def _pin_history(self, history: History, request_id: str, plan: TurnPlan) -> None:
-        """Pin a history until the request has ended, and make it the most recently used history.
+        """Keep a history until the request has ended, and make it the most recently used history.
         Other requests of the session search again.
 
-        If the request continues inside the last block, the tokens of the history after that point
-        are removed from it, because they will be overwritten.
+        Args:
+            history: a stored history, changed in place. If the request continues inside the last
+                block, the tokens after that point are removed from it, because they will be
+                overwritten.
+            request_id: the id of the request.
+            plan: the plan of the request, which says with how many tokens of the history it begins.
         """
         history.requests.add(request_id)
         history.last_used = time.time()
@@ -275,10 +283,12 @@ class SessionStore:
         self._reset_searches(history.owner)
 
     def reused_blocks(self, request_id: str) -> tuple[TurnPlan, tuple[list[Any], ...]] | None:
-        """Return the plan of a request and the blocks of its history in each KV cache group, as far
-        as the request begins with them. The result is None if the request has no history.
+        """Return the plan of a request and the blocks of its history with which it begins. The
+        block managers are told that it begins with these blocks.
 
-        Also records in the block managers that the request begins with these blocks.
+        Returns:
+            The plan, and a list of blocks for each KV cache group; None if the request has no
+            history.
         """
         turn = self._turns.get(request_id)
         if turn is None or turn.history is None:
@@ -297,9 +307,12 @@ class SessionStore:
         return 0 if turn is None or turn.history is None else turn.plan.dropped_tokens
 
     def pop_forgotten(self) -> tuple[int, ...]:
-        """Return the first blocks of all histories that were removed since the last call, and of
-        requests whose kept tokens were given up, because the request was preempted or left no
-        history. Blocks with which a stored history begins are left out.
+        """Return the histories whose data the workers must forget, each as the number of its first
+        block. A second call returns only what was added since.
+
+        These are all histories that were removed, and requests whose kept tokens were given up,
+        because the request was preempted or left no history. Blocks with which a stored history
+        begins are left out.
         """
         # Branches of a session may share their first blocks.
         held = {one.first_block for one in self._held}
@@ -377,14 +390,16 @@ class SessionStore:
         ]
 
     def delete_session(self, session: str) -> dict[str, int]:
-        """Remove all histories of a session. If a request of the session is still running or
-        waiting, nothing is removed.
+        """Remove all histories of a session, unless a request of the session is still running or
+        waiting.
 
         Args:
-            session: the name of the session with its tenant.
+            session: the name of the session after the tenant and a slash, as `add_tenant` writes
+                it.
 
         Returns:
-            How many "histories" and how many "requests" the session had.
+            A dict with the keys "histories" and "requests": how many of each the session had. If it
+            had requests, nothing was removed.
         """
         own = [one for one in self._held if one.owner[0] == session]
         requests = sum(turn.owner[0] == session for turn in self._turns.values())
@@ -453,8 +468,13 @@ class SessionStore:
         return History(owner=turn.owner, prompt=prompt, tokens=tokens, compressed=turn.compressed)
 
     def _find_replaced(self, new: History, before: History | None) -> list[History]:
-        """Return the histories that are replaced by `new` and that no request uses: `before`, from
-        which it continues, and all histories of the same prompt and owner.
+        """Return the stored histories that a new one replaces, without those that a request uses.
+
+        Args:
+            new: the new history, which is not stored yet. It replaces all histories of the same
+                prompt and owner.
+            before: the history from which the new one continues, which it replaces as well; None if
+                there is none.
         """
         return [
             one

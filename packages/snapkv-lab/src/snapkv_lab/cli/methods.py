@@ -20,9 +20,12 @@ from snapkv_lab.measure.contenders import Contender, compressed_contender, trans
 
 
 def compared_methods(options: SweepOptions) -> list[Method]:
-    """Return the methods that the options name, first the baselines.
+    """Return the methods that the options name, first the baselines. By default they are the full
+    cache and the default policy.
 
-    By default they are the full cache and the default policy.
+    Raises:
+        InvalidArgumentError: a policy or a storage is not known, or a policy refuses its parameters
+            or its budget.
     """
     return [
         *make_methods(["full"] if options.baseline is None else options.baseline, [], []),
@@ -48,9 +51,12 @@ def compared_caches(options: Any) -> list[Contender]:
 
 
 def _read_in_every_way(options: Any) -> list[Method]:
-    """Return every policy with every budget, storage and prefill that the options name.
+    """Return every policy with every budget, storage and prefill that the options name. The label
+    of a method names its storage and its prefill, unless they are exact.
 
-    The label of a method names its storage and its prefill, unless they are exact.
+    Raises:
+        InvalidArgumentError: a policy or a storage is not known, or a policy refuses its parameters
+            or its budget.
     """
     ways: Sequence[tuple[str, Prefill]] = options.prefills
     compared = make_methods([], options.policy or [DEFAULT], token_budgets(options.budget))
@@ -63,7 +69,11 @@ def _read_in_every_way(options: Any) -> list[Method]:
 
 
 def parse_storages(text: str) -> list[KVCodes | None]:
-    """Return the storage that each word in the text names; None stands for unquantized storage.
+    """Return the storage that each word in the text names, in order; None stands for unquantized
+    storage.
+
+    Args:
+        text: the words of the option, with commas between them.
 
     Raises:
         InvalidArgumentError: a word names no storage.
@@ -89,12 +99,14 @@ def make_methods(
 def combine_with_turns(compared: Sequence[Method], texts: Sequence[str] | None) -> list[Method]:
     """Return a list of all methods with every way of handling later questions.
 
-    Labels name the way, unless it is "append". A full cache handles them in one way only, and is
-    listed once. With "compress", the default policy selects the tokens of each layer by itself.
+    Labels name the way, unless it is "append". A full cache handles later questions in one way
+    only, and is listed once. With "compress", the default policy selects the tokens of each layer
+    by itself.
 
     Args:
         compared: the methods.
-        texts: the words of the option, several in a text with commas; None for "append".
+        texts: the words of the option, "append", "compress" or "recall", several in a text with
+            commas; None for "append".
 
     Raises:
         InvalidArgumentError: a way is unknown or repeated, or none is given.

@@ -102,9 +102,9 @@ def _study(*, settings: Study, options: StudyOptions) -> None:
 
 
 def _findings(study: Study, options: StudyOptions) -> "Findings":
-    """Load the model, run the study in this process or with workers, and return its findings.
-
-    Only the study of sensitivity can use workers.
+    """Load the model, run the study in this process or with workers, and return its findings. Only
+    the study of sensitivity can use workers. The records are in the folder of the options, or else
+    in one named after the study, the model and the settings.
     """
     from snapkv_app.cli.loading import answers_progress, load_model
 

@@ -58,7 +58,7 @@ def print_summary(
 
 
 def to_grid(table: Table) -> Grid:
-    """Convert a table to a grid that can be shown on the terminal, with its bold cells."""
+    """Convert a table to a grid that can be shown on the terminal. Its bold cells stay bold."""
     return Grid(
         title=table.title,
         caption=table.caption,
@@ -75,9 +75,13 @@ def to_grid(table: Table) -> Grid:
 
 
 def metrics_table(title: str, rows: Sequence[Row]) -> Table:
-    """Return a table of the scores from lm-eval, with a row for each metric of each task.
+    """Return a table of the scores from lm-eval, with a line for each metric of each task and a
+    column for each method.
 
-    There is one column per method. Every method must have a row for every metric.
+    Args:
+        title: the title of the table.
+        rows: the rows of `HarnessRun.evaluate`. Every method must have a row for every metric of
+            every task.
     """
     methods = tuple(dict.fromkeys(row["method"] for row in rows))
     lines: dict[tuple[str, str], dict[str, str]] = {}
@@ -89,9 +93,8 @@ def metrics_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def bench_table(rows: Sequence[Row]) -> Table:
-    """Return a table with a row per measurement, and all columns that any measurement has.
-
-    The status is left out if all measurements are "ok".
+    """Return a table with a line per measurement, and all columns that any measurement has. The
+    status is left out if all measurements are "ok".
     """
     lines = [_format_measurement(row) for row in rows]
     names = list(dict.fromkeys(name for row in lines for name in row))
@@ -102,10 +105,8 @@ def bench_table(rows: Sequence[Row]) -> Table:
 
 
 def _format_measurement(row: Row) -> dict[str, str]:
-    """Return the cells of a measurement as text, by heading.
-
-    Percentiles are shown by their median. Fields that are None and fields that say nothing to the
-    user are left out.
+    """Return the cells of a measurement as text, by heading. Percentiles are shown by their median.
+    Fields that are None are left out, and so are "bench", "filled" and "least_ms".
     """
     cells = {}
     for name, value in row.items():

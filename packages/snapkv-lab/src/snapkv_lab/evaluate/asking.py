@@ -66,10 +66,10 @@ class Method:
         return replace(self, label=label, bits=bits)
 
     def describe(self) -> Row:
-        """Return the settings of the method, ready for JSON.
+        """Return the settings of the method as a new dictionary for JSON.
 
-        They are those of the policy, and "prefill", "turns" and "bits" if they are not the default.
-        The label is not among them.
+        They are those of the policy, with its "name", and "prefill", "turns" and "bits" if they are
+        not the default. The label is not among them.
         """
         reading = {} if self.prefill == Exact() else {"prefill": self.prefill.describe()}
         later = {} if self.later == "append" else {"turns": self.later}
@@ -78,7 +78,9 @@ class Method:
 
     @property
     def cache_options(self) -> dict[str, Any]:
-        """The options for creating the method's `CompressedCache`."""
+        """The keyword arguments for creating the method's `CompressedCache`, besides the model and
+        the policy.
+        """
         return LATER[self.later] | ({} if self.bits is None else {"quantize": self.bits})
 
 
@@ -110,16 +112,19 @@ class SampleJob:
         return [(turn.name, method.label, self.question) for method, turn in pairs]
 
     def missing_from(self, store: Store) -> Self:
-        """Return a copy with only the methods whose records are not all in the store.
+        """Return a copy with only the methods whose records are not all in the store. The copy may
+        have no methods.
 
-        A method that lacks the record of a single turn stays, for the whole conversation is held
-        again. The copy may have no methods.
+        A method that lacks the record of a single turn stays, because its whole conversation must
+        be repeated.
         """
         missing = [m for m in self.methods if not all(key in store for key in self.keys_of([m]))]
         return replace(self, methods=missing)
 
     def split_by_method(self) -> Iterator[Self]:
-        """Yield a copy for each method, with this method only and one more in `tries`."""
+        """Yield a copy for each method, which has only this method, and in which `tries` is larger
+        by 1.
+        """
         for method in self.methods:
             yield replace(self, methods=(method,), tries=self.tries + 1)
 
@@ -131,7 +136,10 @@ class SampleJob:
             yield self.record(turn, method) | {"status": LOST}
 
     def record(self, turn: Sample, method: Method) -> Row:
-        """Return the first fields of the record of an answer, without its status and its costs."""
+        """Return the first fields of the record of an answer, without its status and its costs:
+        "sample", "method", "question", "cell", "policy", "references", and for a conversation
+        "conversation", its name.
+        """
         spoken = {"conversation": self.sample.name} if len(self.sample.turns) > 1 else {}
         return {
             "sample": turn.name,

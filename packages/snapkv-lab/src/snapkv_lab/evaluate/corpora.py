@@ -71,9 +71,11 @@ def load_corpus(name: CorpusName) -> Corpus:
 
 
 def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
-    """Return the corpus of a parsed file of HotpotQA.
+    """Convert the parsed JSON file of HotpotQA to a corpus.
 
-    Paragraphs that occur several times are in `passages` once.
+    Args:
+        rows: the list in the file, with an object for each question. Paragraphs that occur several
+            times are in `passages` of the result once.
     """
     questions, passages = [], dict[Passage, None]()
     for row in rows:
@@ -94,7 +96,12 @@ def _hotpotqa(rows: list[dict[str, Any]]) -> Corpus:
 
 
 def _squad(content: dict[str, Any]) -> Corpus:
-    """Return the corpus of a parsed file of SQuAD 2.0, without questions that have no answer."""
+    """Convert the parsed JSON file of SQuAD 2.0 to a corpus. Questions that have no answer are left
+    out.
+
+    A paragraph has no title of its own, so its title is that of the article with the number of the
+    paragraph.
+    """
     questions, passages = [], []
     for article in content["data"]:
         title = article["title"].replace("_", " ")
@@ -165,7 +172,7 @@ Check = tuple[str, Callable[[Any], bool]]
 def parse_json_lines(
     lines: Iterable[str | bytes], checks: Mapping[str, Check], path: Path, remedy: str
 ) -> dict[int, Row]:
-    """Parse the lines of a file as JSON objects, and return them by line number, from 1.
+    """Parse the lines of a file as JSON objects, and return them by line number, counted from 1.
 
     Args:
         lines: the lines; blank ones are counted and skipped.
@@ -174,7 +181,8 @@ def parse_json_lines(
         remedy: the advice at the end of error messages, with a capital and without a full stop.
 
     Raises:
-        DocumentError: a line is not an object with these fields, or all lines are blank.
+        DocumentError: a line is not an object with these fields, or there is no line that is not
+            blank.
     """
     records = {}
     for number, line in enumerate(lines, 1):
@@ -189,6 +197,11 @@ def parse_json_lines(
 
 def _parse_line(line: str | bytes, place: str, remedy: str) -> Row:
     """Parse one line as a JSON object.
+
+    Args:
+        line: the line.
+        place: the file and the line, for the error message.
+        remedy: the advice at the end of the error message.
 
     Raises:
         DocumentError: the line is not a JSON object.

@@ -42,10 +42,12 @@ class TextEmbeddings:
 
     @torch.inference_mode()
     def embeddings(self, texts: Sequence[str]) -> Tensor:
-        """Compute the embeddings of a list of texts.
+        """Compute the embeddings of a list of texts. Of a text with more than 256 tokens only the
+        beginning counts.
 
         Returns:
-            (N, 384) float32 on the CPU, in the order of `texts`, with rows of length 1.
+            A new tensor of shape (number of texts, 384), float32 on the CPU, in the order of
+            `texts`. Every row has length 1.
         """
         ids = self._tokenizer(list(texts), truncation=True, max_length=_TEXT_TOKENS)["input_ids"]
         by_length = sorted(range(len(ids)), key=lambda place: len(ids[place]))

@@ -107,12 +107,14 @@ class HarnessRun:
             return RunSummary.of(store, rows)
 
     def fingerprint(self) -> str:
-        """Return a short name for all settings that the results depend on, except the methods."""
+        """Return a hash of all settings that the results depend on, except the methods: 8
+        hexadecimal digits, which are part of the name of the default folder.
+        """
         return short_hash(self.description())
 
     def description(self) -> Row:
         """Return all settings that the results depend on, except the methods, and the versions of
-        the software.
+        the software, as a new dictionary for JSON.
         """
         return {
             "tasks": list(self.tasks),
@@ -125,11 +127,17 @@ class HarnessRun:
         }
 
     def _results(self, model: "CompressedLM", manager: Any) -> dict[str, Any]:
-        """Run the tasks with lm-eval and return its dictionary of results.
+        """Run the tasks with lm-eval, and return its dictionary of results.
+
+        Args:
+            model: answers the requests of the tasks.
+            manager: lm-eval's index of the tasks.
 
         Raises:
             DocumentError: the data of the tasks cannot be loaded.
-            OutputError: an answer cannot be written.
+            OutputError: an answer cannot be written; the answers before it are stored.
+            InvalidArgumentError: a task is not supported.
+            PromptTooLongError: a prompt needs more positions than the model has.
         """
         try:
             results: dict[str, Any] = simple_evaluate(
@@ -155,13 +163,14 @@ class HarnessRun:
         return results
 
     def _manager(self) -> Any:
-        """Return a `TaskManager` that knows all tasks of the run.
+        """Return lm-eval's index of tasks, a `TaskManager` that knows all tasks of the run.
 
         The thousands of tasks that come with lm-eval are only indexed if a task is not in the
         user's folder.
 
         Raises:
-            InvalidArgumentError: lm-eval and the user's folder have no task of a name.
+            InvalidArgumentError: neither lm-eval nor the user's folder has a task, group or tag of
+                a name.
         """
         if self.include_path is not None:
             own = TaskManager(include_path=self.include_path, include_defaults=False)
@@ -230,9 +239,12 @@ class CompressedLM(LM):
 
         Results in the store are not computed again, and new ones are added to it.
 
+        Args:
+            requests: lm-eval's requests, with the context and the continuation as their arguments.
+
         Returns:
             For each request the log-likelihood, and whether greedy decoding would give the
-                continuation.
+            continuation.
 
         Raises:
             InvalidArgumentError: a continuation has no token of its own.
@@ -315,9 +327,8 @@ class CompressedLM(LM):
         return text
 
     def _key(self, request: Instance, content: list[Any]) -> Key:
-        """Return the key of the response to a request.
-
-        It has the place in the task with a hash of the request, and the label of the method.
+        """Return the key under which the response to a request is stored: its place in the task
+        with a hash of the request, the label of the method, and "visible".
 
         Args:
             request: the request.
@@ -361,9 +372,11 @@ class CompressedLM(LM):
         return [self._store[key]["response"] for key in keys]
 
     def _generated(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> list[str]:
-        """Generate one answer to each prompt, together if there are several.
+        """Generate one answer to each prompt, all with the same settings; several prompts are
+        answered together.
 
-        All prompts get the same settings.
+        Raises:
+            OutOfMemoryError: the device has no memory left.
         """
         policy, bits = self._method.policy, self._method.bits
         if len(prompts) > 1:
@@ -446,9 +459,11 @@ def _settings(generation_kwargs: dict[str, Any], task: str | None, seed: int) ->
 
 
 def _rows(results: dict[str, Any], method: Method) -> list[Row]:
-    """Return one row for every score of every task, from the results of lm-eval.
+    """Return one row for every score of every task, from the results of lm-eval, with the keys that
+    `HarnessRun.evaluate` names.
 
-    Groups of tasks are left out, since they are only means, and so are standard errors.
+    Groups of tasks are left out, since they are only means, and so are standard errors and scores
+    that are no numbers.
     """
     rows = []
     for task, scores in results["results"].items():

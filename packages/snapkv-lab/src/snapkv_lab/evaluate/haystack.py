@@ -72,7 +72,7 @@ class HaystackTask(Task):
 
     @cached_property
     def text(self) -> Haystack:
-        """The text that the needle is hidden in, which is read at the first access and then kept.
+        """The text in which the task hides something. It is read at the first access and then kept.
 
         Raises:
             DocumentError: the folder is missing or holds no text.
@@ -88,10 +88,12 @@ class HaystackTask(Task):
 
 
 def load_haystack(folder: str | None = None) -> Haystack:
-    """Return the text files of a folder as a haystack.
+    """Return the text files of a folder as a haystack, with a piece for each file. A warning about
+    each file that is not read is also written to standard error.
 
-    A warning about each file that is not read is also written to standard error. Without a folder,
-    return the essays, or Python's topics if the essays are not installed.
+    Args:
+        folder: the folder; None for the essays, or for Python's topics if the essays are not
+            installed.
 
     Raises:
         DocumentError: the folder is missing or holds no text.
@@ -173,7 +175,8 @@ def _sections(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def load_words(*kinds: WordList) -> tuple[str, ...]:
-    """Return the words of one or more lists in alphabetical order, without repetition.
+    """Return the words of one or more lists of wonderwords in alphabetical order, without
+    repetition. Later calls with the same kinds return the same tuple.
 
     Raises:
         MissingDependencyError: wonderwords is not installed.

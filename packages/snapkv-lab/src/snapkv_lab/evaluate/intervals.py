@@ -67,9 +67,9 @@ def mean_interval(columns: Iterable[Sequence[Cell]]) -> Interval | None:
 
 
 def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
-    """Return the cells of a column, or one cell with their means if a cell has a single sample.
-
-    Empty cells are left out of the means.
+    """Return the cells from whose samples the means of a column are drawn: the given cells, or, if
+    one of them has fewer than two samples, a single cell whose samples are their means. Empty cells
+    are left out of these means.
     """
     if cells and all(len(samples) > 1 for samples, _ in cells):
         return cells
@@ -77,15 +77,18 @@ def _drawn_from(cells: Sequence[Cell]) -> Sequence[Cell]:
 
 
 def _resampled_means(columns: Sequence[Sequence[Cell]]) -> list[float]:
-    """Resample `RESAMPLES` times, and return the means over all columns in ascending order."""
+    """Resample `RESAMPLES` times, and return the means over all columns in ascending order.
+
+    Args:
+        columns: the cells of each column. Every cell must have at least one sample.
+    """
     import numpy as np  # slow, and only needed for means
 
     # numpy guarantees that this generator draws the same numbers in every version.
     draws, draws_of = np.random.RandomState(seed=0), dict[tuple[str, ...], Any]()
 
     def resampled(samples: Sequence[float], conversations: tuple[str, ...] | None) -> Any:
-        """Return the means of a cell after each resampling, (resamples,).
-
+        """Return the means of a cell after each resampling, as an array of `RESAMPLES` numbers.
         Cells with the same conversations use the same draws.
         """
         places = None if conversations is None else draws_of.get(conversations)
@@ -191,8 +194,10 @@ def is_full_cache(row: Row) -> bool:
 
 
 def excludes_zero(difference: Row) -> bool:
-    """Return whether a difference has a confidence interval, and this interval does not contain
-    zero.
+    """Return whether a difference has a confidence interval that does not contain zero.
+
+    Args:
+        difference: a row with the key "interval", as `cell_differences` returns it.
     """
     ends = difference["interval"]
     return ends is not None and not ends[0] <= 0 <= ends[1]
@@ -212,9 +217,17 @@ def _full_rows(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def _pairs(row: Row, full: dict[str, Row], of: Measure) -> Cell | None:
-    """Return the difference from the full cache for each sample that both have answered.
+    """Return the difference between a method and the full cache for each sample that both have
+    answered, with the conversations of these samples.
 
-    Return None if there is no such sample, or if the row is that of the full cache.
+    Args:
+        row: a row of results.
+        full: the rows of the full cache, by question and cell.
+        of: "score" or "loss".
+
+    Returns:
+        The differences and the conversations. None if there is no such sample, or if the row is
+        that of the full cache.
     """
     if is_full_cache(row) or _place(row) not in full:
         return None

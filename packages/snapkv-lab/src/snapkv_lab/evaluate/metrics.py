@@ -29,17 +29,15 @@ def best_score(metric: Metric, prediction: str, references: Iterable[str]) -> fl
 
 
 def first_line(prediction: str) -> str:
-    """Return the prediction up to the first line break after its leading line breaks.
-
-    A model may continue with another example after this line.
+    """Remove the line breaks at the beginning of an answer, and return the text up to the next line
+    break. A model may continue with another example after it.
     """
     return prediction.lstrip("\n").split("\n")[0]
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize the text in the same way as SQuAD.
-
-    It becomes lower case, without punctuation and articles, with single spaces.
+    """Normalize a text as SQuAD does, so that answers can be compared: lower case, without
+    punctuation and English articles, with single spaces between words. The result may be empty.
     """
     bare = text.lower().translate(str.maketrans("", "", string.punctuation))
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
@@ -59,11 +57,17 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def classification_score(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """Return 1 divided by the number of classes in the answer, or 0 if the right one is missing.
+    """Return 1 divided by the number of classes that the answer names, or 0 if the right one is
+    missing.
 
     A class whose name is part of the right class's name is not counted. The published code removes
     it from the list that it iterates over, so the next class is never checked. Published scores
     depend on this, so it is kept.
+
+    Args:
+        prediction: the answer; it names a class if it contains the name.
+        reference: the name of the right class.
+        classes: the names of all classes.
     """
     named = [name for name in classes if name in prediction]
     for name in named:

@@ -78,10 +78,12 @@ class OnRay:
     def _workers(self, wanted: int | None) -> int:
         """Return the number of workers that will be started.
 
-        It is `wanted`, or for None, the number of GPUs, or without GPUs, of nodes.
+        Args:
+            wanted: this number; None for the number of GPUs, or, on a cluster without GPUs, for the
+                number of nodes that have a processor.
 
         Raises:
-            InvalidArgumentError: the cluster has no room for `wanted` workers, or for a single one.
+            InvalidArgumentError: the cluster has no room for `wanted` workers, or not even for one.
         """
         places = [_places(node, self._needs) for node in _nodes()]
         on_gpus = self._needs["num_gpus"]
@@ -213,7 +215,8 @@ class _Worker:
         self.job, self.answers = job, self._actor.records.remote(job)
 
     def records(self) -> list[Row]:
-        """Wait for the answers to the last question and return them.
+        """Wait for the answers to the last question and return their records. The caller must have
+        called `ask`.
 
         Raises:
             _NotLoadedError: the worker ended before it had loaded the model.
@@ -231,7 +234,8 @@ class _Worker:
 
         Args:
             ref: the reference to the result.
-            ended: the error to raise if the actor has ended.
+            ended: the error to raise if the actor has ended, or if its result is gone with its
+                node. The actor is then stopped.
 
         Raises:
             SnapKVError: the remote call raised it. Any other error of the call is raised as Ray's
@@ -293,7 +297,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _ray() -> Any:
-    """Import Ray.
+    """Import Ray, and return the module.
 
     Raises:
         MissingDependencyError: Ray is not installed.
@@ -308,10 +312,12 @@ def _ray() -> Any:
 def require_cluster(address: str) -> None:
     """Check that the cluster exists, because Ray itself would try for minutes and end the process.
 
-    The words local and auto are not checked. At other addresses, a connection is made and closed.
+    The addresses "local" and "auto" are not checked. At other addresses, a connection is made and
+    closed.
 
     Raises:
-        InvalidArgumentError: nothing answers at the address.
+        InvalidArgumentError: nothing answers at the address within 5 seconds, or the address has no
+            port.
         MissingDependencyError: Ray is not installed.
     """
     _ray()
@@ -327,7 +333,7 @@ def require_cluster(address: str) -> None:
 
 
 def _join(ray: Any, address: str) -> None:
-    """Connect to the cluster.
+    """Connect to a cluster, or start one on this machine if the address is "local".
 
     Raises:
         InvalidArgumentError: the connection failed.

@@ -66,24 +66,27 @@ class Run:
             require_at_least("limit", self.limit, 1)
 
     def fingerprint(self) -> str:
-        """Return a short name for all settings that the results depend on, except the methods."""
+        """Return a hash of all settings that the results depend on, except the methods: 8
+        hexadecimal digits, which are part of the name of the default folder.
+        """
         return short_hash(self._settings())
 
     def keys(self) -> list[Key]:
-        """Return the keys of all answers in this run, in the order of samples and settings.
+        """Return the keys of all answers in this run, in the order of samples and settings. The
+        samples are made for this.
 
         Raises:
             InvalidArgumentError: the settings give no sample, or one sample twice.
             MissingDependencyError: the package with the task's data is not installed.
+            DocumentError: a file of the user is missing or has another form.
         """
         return _keys(self._jobs(self._samples()))
 
     def evaluate(
         self, folder: Path, on_progress: Progress | None = None, executor: Executor | None = None
     ) -> "Results":
-        """Answer all questions that are not answered yet, and return the results.
-
-        Answers that were lost to a lack of memory before are tried again.
+        """Answer all questions that are not answered yet, and return the results. Answers that were
+        lost to a lack of memory before are tried again.
 
         Args:
             folder: where the answers are stored; a stopped run continues there.
@@ -94,6 +97,7 @@ class Run:
             InvalidArgumentError: the folder holds another run, or a method with another policy
                 under the same label; or the settings give no sample, or one sample twice.
             MissingDependencyError: the package with the task's data is not installed.
+            DocumentError: a file of the user is missing or has another form.
             OutputError: an answer cannot be written; the answers before it are in the folder.
         """
         samples = self._samples()
@@ -112,8 +116,9 @@ class Run:
         """Return the samples of the task, at most `limit` of each cell.
 
         Raises:
-            InvalidArgumentError: there is no sample, one occurs twice, or a length has no room for
-                one. Or the loss of the references is wanted, and a sample has an empty one or none.
+            InvalidArgumentError: there is no sample, two have the same name, or a length has no
+                room for one. Or the loss of the references is wanted, and a sample has an empty
+                reference or none.
             MissingDependencyError: the package with the task's data is not installed.
             DocumentError: a file of the user is missing or has another form.
         """
@@ -139,7 +144,9 @@ class Run:
         ]
 
     def _settings(self) -> Row:
-        """Return all settings that the results depend on, except methods and texts of samples."""
+        """Return all settings that the results depend on, except the methods and the texts of the
+        samples, as a dictionary for JSON. `run.json` contains them.
+        """
         return {
             "task": self.task.describe(),
             "model": self.loaded.description(),
@@ -215,12 +222,14 @@ def prepare_methods(loaded: LoadedModel, methods: Sequence[Method]) -> tuple[Met
 
 
 def require_same_policies(methods: Sequence[Method], records: Iterable[Row]) -> None:
-    """Check that the stored answers were made with the same policies.
+    """Check that the stored answers were made with the same policies as those of the methods.
 
-    Answers of methods that are not in `methods` are allowed.
+    Args:
+        methods: the methods of the run. Answers of other methods are not checked.
+        records: the stored answers, with the keys "method" and "policy".
 
     Raises:
-        InvalidArgumentError: an answer was made by another policy with the same label.
+        InvalidArgumentError: an answer was made by another policy under the label of a method.
     """
     policies = {method.label: method.describe() for method in methods}
     for record in records:
@@ -239,7 +248,9 @@ def _keys(questions: Iterable[SampleJob]) -> list[Key]:
 
 
 def _limit_samples(samples: Iterable[Sample], limit: int | None) -> list[Sample]:
-    """Return the first `limit` samples of each cell, in their order, or all for None."""
+    """Return the first `limit` samples of each cell, in their order; all samples if `limit` is
+    None.
+    """
     taken, kept = Counter[str](), []
     for sample in samples:
         cell = str(sorted(sample.cell.items()))

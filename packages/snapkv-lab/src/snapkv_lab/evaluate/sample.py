@@ -88,14 +88,16 @@ class Sample:
         return Protection(texts=tuple(self.details.get("protect", ())))
 
     def is_chat(self, tokenizer: Any, template: Template) -> bool:
-        """Return whether the tokenizer's chat template makes the prompt.
+        """Return whether the prompt is written by the tokenizer's chat template.
 
-        It does if `template` is "tokenizer", the sample allows it, and the tokenizer has one.
+        It is if `template` is "tokenizer", the sample allows a chat template, and the tokenizer has
+        one.
         """
         return template == "tokenizer" and self.chat and bool(tokenizer.chat_template)
 
     def prompt(self, tokenizer: Any, template: Template, setting: Setting) -> Prompt:
-        """Return the prompt that the model continues.
+        """Return the prompt that the model continues: the context, the question, and the beginning
+        of the answer.
 
         Args:
             tokenizer: the model's tokenizer.
@@ -104,7 +106,8 @@ class Sample:
             setting: "hidden" marks the prompt so that it is compressed before its question.
 
         Raises:
-            InvalidArgumentError: the template is "longbench" and the model is not known to it.
+            InvalidArgumentError: the template is "longbench", the sample allows a template, and the
+                model's name is not known to it.
         """
         if self.is_chat(tokenizer, template):
             question, text = self.question, self.context + self.question
@@ -116,12 +119,18 @@ class Sample:
         return prompt if setting == "visible" else prompt.hiding_question()
 
     def later_turn(self, tokenizer: Any, template: Template) -> Prompt:
-        """Return the text between the previous answer and the answer to this question.
+        """Return the text that a conversation adds between the model's previous answer and its
+        answer to this question.
 
         The sample must be a later question of a conversation; its context is not used.
 
+        Args:
+            tokenizer: the model's tokenizer.
+            template: how the turn is written, as in `prompt`.
+
         Raises:
-            InvalidArgumentError: the template is "longbench" and the model is not known to it.
+            InvalidArgumentError: the template is "longbench", the sample allows a template, and the
+                model's name is not known to it.
         """
         if self.is_chat(tokenizer, template):
             turn, rest = next_turn(tokenizer, self.question), self.answer_start
@@ -132,10 +141,13 @@ class Sample:
         return replace(turn.followed_by(tokenizer, rest), answer_start=self.answer_start)
 
     def _plain(self, text: str, tokenizer: Any, template: Template) -> str:
-        """Return the text of a turn without a chat template, followed by the answer's beginning.
+        """Return the text of a turn without a chat template, followed by the beginning of the
+        answer. With the template "longbench", the text is put between the markers of
+        `turn_markers`.
 
         Raises:
-            InvalidArgumentError: the template is "longbench" and the model is not known to it.
+            InvalidArgumentError: the template is "longbench", the sample allows a template, and the
+                model's name is not known to it.
         """
         if template == "longbench" and self.chat:
             before, after = turn_markers(tokenizer)
@@ -156,11 +168,12 @@ class Conversation(Sample):
 
 
 def turn_markers(tokenizer: Any) -> tuple[str, str]:
-    """Return the texts before and after a prompt, as in the LongBench run of the paper.
+    """Return the texts that stand before and after a prompt in the LongBench run of the paper. Both
+    are empty for Mistral and Mixtral.
 
-    The model's name decides. These are not the templates of the tokenizers: Mistral and Mixtral got
-    the bare text, Llama 2 and LWM got brackets without a system message, and Vicuna and LongChat
-    got the conversation they were trained on.
+    The last part of the model's name decides. These are not the templates of the tokenizers:
+    Mistral and Mixtral got the bare text, Llama 2 and LWM got brackets without a system message,
+    and Vicuna and LongChat got the conversation they were trained on.
 
     Raises:
         InvalidArgumentError: the model's name contains no known family.

@@ -92,14 +92,19 @@ class Store:
     def complete(
         self, wanted: Sequence[Key], records: Iterable[Row], on_progress: Progress | None
     ) -> None:
-        """Add each record as soon as it is made, and report how many of the wanted records exist.
+        """Add each new record as soon as it is made, and report how many of the wanted records
+        exist.
+
+        A record with a stored key is skipped: `records` may hold a conversation again from its
+        beginning, of which only some answers are missing. A record that was lost to a lack of
+        memory counts as done, although only `records` of the store has it, and not the file.
 
         Args:
-            wanted: the keys of the whole run, for the counts in reports.
-            records: makes the missing records. A record that is already stored is skipped, because
-                a conversation is always held again from its beginning.
-            on_progress: receives an empty text at first, and then the sample and the method of
-                each new record; None for no reports.
+            wanted: the keys of the whole run, from which the reports count done and all records.
+            records: makes the missing records, in any order. What it raises passes through.
+            on_progress: receives an empty text before the first record, then "SAMPLE, METHOD" after
+                each new one, each time with the number of done and of all records; None for no
+                reports.
 
         Raises:
             OutputError: a record cannot be written; those before it are stored.
@@ -201,14 +206,20 @@ def record_key(record: Row) -> Key:
 
 
 def key_fields(key: Key) -> Row:
-    """Return the fields of a record that hold its key."""
+    """Return the fields of a record that hold its key, as a new dictionary with the keys "sample",
+    "method" and "question". `record_key` is the inverse.
+    """
     return dict(zip(_KEY, key, strict=True))
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[str]:
-    """Yield a description of each setting in which two runs differ.
+    """Yield a text about each setting in which two descriptions of a run differ, such as
+    "model.name: "a" there, "b" here".
 
-    It has the dotted name of the setting and both values.
+    Args:
+        old: the description in the folder, or a part of it.
+        new: the description of this run, or the same part of it.
+        name: the dotted name of this part; empty for the whole.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         for part in new | old:

@@ -60,7 +60,9 @@ def summarise(records: Iterable[Row], keys: Iterable[Key], task: Task) -> list[R
 def _row(records: list[Row], task: Task) -> Row:
     """Return the row of one method, setting and cell, without differences and loss.
 
-    `records` are its records, answered or not; there must be at least one.
+    Args:
+        records: the records of its samples, answered or not, at least one.
+        task: the task that was run.
     """
     answered = [record for record in records if record["status"] == "ok"]
     failed = [record["status"] for record in records if record["status"] != "ok"]
@@ -82,7 +84,15 @@ def _row(records: list[Row], task: Task) -> Row:
 
 def _measured(records: Iterable[Row], of: Measure) -> Row:
     """Return three fields of a row: the mean of the scores or losses, its confidence interval, and
-    the values by sample. Mean and interval are None if there are too few values.
+    the values by sample.
+
+    Args:
+        records: the records of one cell; those without a value are left out.
+        of: "score", for the keys "score", "interval" and "scores"; or "loss", for "loss",
+            "loss_interval" and "losses".
+
+    Returns:
+        A new dictionary. The mean is None without values, and the interval with fewer than two.
     """
     values = {each["sample"]: each[of] for each in records if each.get(of) is not None}
     interval = mean_interval([[(list(values.values()), None)]])
@@ -119,9 +129,8 @@ class ScoreLine:
 
 
 def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
-    """Return one line per method and question, in the order of the rows.
-
-    The score of a column is the mean over its cells.
+    """Return one line of a table per method and question, in the order of the rows. The score of a
+    column is the mean over its cells.
 
     Args:
         rows: the rows of `summarise`.
@@ -134,7 +143,9 @@ def score_lines(rows: Sequence[Row], axis: str) -> list[ScoreLine]:
 def _score_line(rows: list[Row], axis: str) -> ScoreLine:
     """Return the line of a table from the rows of one method and question.
 
-    The columns are the values of the cells' key `axis`.
+    Args:
+        rows: the rows, at least one.
+        axis: the key of the cells whose values are the columns of the table.
     """
     columns = group_rows(rows, lambda row: row["cell"][axis])
     scored = {

@@ -72,23 +72,25 @@ class Task(ABC):
         return plain
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """Return the scores that a paper has published for the model.
+        """Return the scores that a paper has published for the model, to be shown next to the
+        measured ones.
 
-        They are from 0 to 1, by method and by the value of the first axis. The dictionary is empty
-        if there are none.
+        Returns:
+            A dict of the scores, from 0 to 1, by the value of the first axis, for each name of a
+            method. It is empty if there are none.
         """
         del model
         return {}
 
     def require(self, **least: int) -> None:
-        """Check that settings of the task are not too small.
+        """Check that settings of the task are integers in an allowed range.
 
         Args:
             least: the smallest allowed value of each setting, by the name of its field. The setting
-                is an integer or a tuple of integers.
+                is an integer or a tuple of integers. No number may be larger than 2**24.
 
         Raises:
-            InvalidArgumentError: a number is smaller, or a tuple is empty.
+            InvalidArgumentError: a number is out of range, or a tuple is empty.
             InvalidTypeError: a value is not an integer.
         """
         for name, minimum in least.items():
@@ -100,6 +102,11 @@ class Task(ABC):
 
 def require_known_names(argument: str, names: Collection[str], known: Iterable[str]) -> None:
     """Check that at least one name is given and that all names are known.
+
+    Args:
+        argument: the name of the setting, for the error message.
+        names: the names to check.
+        known: all names that are allowed.
 
     Raises:
         InvalidArgumentError: no name is given, or an unknown one.
@@ -161,9 +168,8 @@ def fit_sample(
 def fit_samples(
     builds: Iterable[Build], tokenizer: Any, length: int, *, least: int, most: int, what: str
 ) -> Iterator[Sample]:
-    """Yield the largest samples that fit into the given number of tokens.
-
-    There is one sample for each of `builds`, in the same order, see `fit_sample`.
+    """Yield the largest samples that fit into the given number of tokens: one for each of `builds`,
+    in the same order. See `fit_sample`.
 
     Args:
         builds: functions that make similar samples; the size of each is the hint for the next.
@@ -174,7 +180,8 @@ def fit_samples(
         what: what a sample with `least` parts consists of, for the error message.
 
     Raises:
-        InvalidArgumentError: not even a sample with `least` parts fits.
+        InvalidArgumentError: not even a sample with `least` parts fits. Samples before it have been
+            yielded.
     """
     hint = None
     for build in builds:
@@ -187,9 +194,9 @@ def fit_samples(
 
 
 def needed_tokens(sample: Sample, tokenizer: Any) -> int:
-    """Return the number of tokens in the prompt and the longest allowed answer together.
-
-    The chat template is included if the tokenizer has one.
+    """Return the number of tokens in the prompt and the longest allowed answer together. The
+    question is visible, and the chat template is included if the tokenizer has one and the sample
+    allows it.
     """
     prompt = sample.prompt(tokenizer, "tokenizer", "visible")
     return int(prompt.token_ids(tokenizer).shape[1]) + sample.settings.max_new_tokens

@@ -35,9 +35,11 @@ _MODELS = ("lwm-7b", "longchat-7b", "mistral-7b", "mixtral-8x7b", "command-r-35b
 
 
 def fill_planning_table(page: str) -> str:
-    """Return the text of the page with an updated table between `BEGIN` and `END`.
+    """Return the text of docs/planning.md with an updated table between `BEGIN` and `END`. The
+    table has the bytes and the speed-ups of the paper's models.
 
-    The table has the bytes and the speed-ups of the paper's models.
+    Args:
+        page: the text of the page, which must have both marks.
     """
     header = ["model", "weights", "full cache", "compressed", "decoding, at most", "batch of 8"]
     lines = []
@@ -150,7 +152,9 @@ def _browser() -> Any:
 
 
 def _take(browser: Any, name: str, width: int, height: int) -> None:
-    """Save the top of the page as a picture with few colours, on a screen of this size."""
+    """Save the top of the page in the browser as a picture with few colours, into `docs/NAME.png`,
+    on a screen of the given size in pixels.
+    """
     from PIL import Image
 
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < _WIDE}

@@ -46,7 +46,9 @@ class TaskComparison(NamedTuple):
 
     @property
     def methods(self) -> list[Method]:
-        """The full cache, the default, the paper's method, and the two oldest rivals."""
+        """The full cache, the default policy, SnapKV as in the paper, StreamingLLM and H2O, as new
+        objects.
+        """
         policies: dict[str, Policy] = {"full": FullCache(), "default": default_policy(self.budget)}
         policies |= {made.__name__: made(self.budget) for made in (SnapKV, StreamingLLM, H2O)}
         return [Method(label=label, policy=policy) for label, policy in policies.items()]
@@ -84,9 +86,16 @@ COMPARISONS = {
 
 
 def _compare(name: str, context: RunContext) -> Iterator[Row]:
-    """Run a task with all methods, and store answers and rows in a folder of its own.
+    """Run a task with all methods, and store answers and rows in a folder of its own. No row is
+    yielded.
 
-    No row is yielded.
+    Args:
+        name: a key of `COMPARISONS`.
+        context: the run. If its results are not to be stored, the folder is a temporary one.
+
+    Raises:
+        InvalidArgumentError: the folder holds another run.
+        OutputError: an answer cannot be written.
     """
     folder = FOLDER if context.is_stored else Path(tempfile.mkdtemp())
     own = COMPARISONS[name]
@@ -170,9 +179,9 @@ STUDIES: dict[str, Study] = {
 
 
 def _study(name: str, context: RunContext) -> Iterator[Row]:
-    """Run a study, and yield a row that describes the run, followed by the rows of the study.
-
-    Numbers are rounded to four digits.
+    """Run a study, and yield a row that describes the run, followed by the rows of the study, whose
+    numbers are rounded to four digits. The records are stored in a folder, in which a stopped run
+    continues.
     """
     findings = STUDIES[name].measure(
         context.loaded, Path("snapkv-results") / "studies" / name, _say

@@ -133,12 +133,12 @@ class Experiment:
 
     @property
     def rows(self) -> Path:
-        """The file of the rows."""
+        """The file of the rows, `docs/results/NAME.jsonl`."""
         return RESULTS / f"{self.name}.jsonl"
 
     @property
     def page(self) -> Path:
-        """The file of the page."""
+        """The file of the page, `docs/results/tables/NAME.md`."""
         return RESULTS / "tables" / f"{self.name}.md"
 
     def results(self) -> Any:
@@ -206,9 +206,13 @@ class Experiment:
     def _measure_cases(
         self, context: RunContext, part: str, measure: Callable[..., Iterable[Row]]
     ) -> Iterator[Row]:
-        """Yield the rows of every case that has none yet, and store them case by case.
+        """Yield the rows of every case that has none yet, and store them case by case, unless the
+        results of the run are only printed.
 
-        They are not stored if the results of the run are only printed.
+        Args:
+            context: the run.
+            part: the name of the part; empty if the experiment has no parts.
+            measure: yields the rows of a case, from the run and the case.
         """
         run = ({"run": part} if part else {}) | self.describe(context)
         if context.is_stored and run not in self.results():

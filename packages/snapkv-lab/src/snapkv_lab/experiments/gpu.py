@@ -54,7 +54,8 @@ def _device(context: RunContext) -> torch.device:
 
 
 def _device_name(context: RunContext) -> str:
-    """Return the name of the device, which distinguishes the rows of different devices.
+    """Return the name of the GPU, or of the CPU in a small run, which distinguishes the rows of
+    different devices.
 
     Raises:
         SystemExit: there is no GPU, and the run is not a small one.
@@ -63,9 +64,14 @@ def _device_name(context: RunContext) -> str:
 
 
 def _model(context: RunContext, shape: str) -> Any:
-    """Return the model with the given shape, and keep it in `context.model_held`.
+    """Return the model with random weights in the given shape, on the device of the run.
 
-    A model of another shape is dropped first, because a second may not fit.
+    The last model is kept in `context.model_held` and returned again. A model of another shape is
+    dropped first, because a second may not fit.
+
+    Raises:
+        SystemExit: there is no GPU, and the run is not a small one.
+        OutOfMemoryError: the weights do not fit on the device.
     """
     if context.model_held is None or context.model_held[0] != shape:
         context.model_held = None
@@ -76,7 +82,9 @@ def _model(context: RunContext, shape: str) -> Any:
 
 
 def _caches(budget: int) -> dict[str, Contender]:
-    """Return all caches that are compared by name; compressed ones keep `budget` tokens."""
+    """Return all caches that are compared, by name. Compressed ones keep `budget` tokens per head,
+    except "full", which keeps all.
+    """
     snapkv, default = SnapKV(budget), default_policy(budget)
     declared = (
         ("full", FullCache(), None),
@@ -97,9 +105,15 @@ def _caches(budget: int) -> dict[str, Contender]:
 
 
 def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[Row]:
-    """Yield one row with the time that a cache needs per generated token.
+    """Yield one row with the time that a cache needs per generated token. The first three tokens of
+    an answer are left out of the percentiles and reported separately.
 
-    The first three tokens of an answer are left out of the percentiles and reported separately.
+    Args:
+        context: the run, with the shape of the model, the budget and the number of generated
+            tokens.
+        batch: how many rows the cache has.
+        length: how many tokens the prompt of each row has.
+        name: a key of `_caches`. With "transformers-static", the steps are compiled first.
     """
     contender = _caches(context.budget)[name]
     decoder = Decoder(contender, _model(context, context.shape), batch, length)
@@ -121,9 +135,9 @@ def _token(context: RunContext, batch: int, length: int, name: str) -> Iterator[
 
 
 def _reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Yield a row for each cache with the time that reading a prompt takes.
-
-    If the prompt is long enough, reading it layer by layer is measured, too.
+    """Yield a row for each cache with the time that reading a prompt of `length` tokens takes. If
+    the prompt has at least twice `chunk_tokens` of the run, reading it layer by layer is measured,
+    too.
     """
     caches = _caches(context.budget)
     names = ("transformers", "snapkv", "adakv", "snapkv int4", "default", "default K8V4")
@@ -136,9 +150,8 @@ def _reading(context: RunContext, length: int) -> Iterator[Row]:
 
 
 def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
-    """Yield a row with the time and the peak memory of reading a very long prompt.
-
-    The model has the paper's 7B multi-head shape, and the prompt is read in pieces.
+    """Yield a row with the time and the peak memory of reading a prompt of `length` tokens layer by
+    layer, with a model in the paper's 7B multi-head shape.
     """
     layers = LayerByLayer(chunk_tokens=context.chunk_tokens)
     contender = replace(_caches(context.budget)["snapkv"], prefill=layers)
@@ -153,8 +166,15 @@ def _long_reading(context: RunContext, length: int) -> Iterator[Row]:
 def _same_as_on_a_cpu(context: RunContext, name: str) -> Iterator[Row]:
     """Yield one row that compares a small model on the device with the same model on the CPU.
 
-    It says which share of the kept tokens agrees in the worst head, and how much the logits differ,
-    relative to the largest logit. If at most 97 % agree, its status says so.
+    Args:
+        context: the run, with the length of the prompt and the budget.
+        name: what is compared: "adakv" for this policy, "int4" for SnapKV in 4 bits, or "default"
+            for the default policy.
+
+    Returns:
+        A row with "kept_alike", the share of the kept tokens that agrees in the worst head;
+        "logits_differ", the largest difference of a logit relative to the largest logit; and
+        "status", which is "ok" if more than 97 % agree.
     """
     policy: Policy = SnapKV(context.budget)
     if name != "int4":
@@ -183,13 +203,14 @@ def _small_model(
 
     Args:
         device: where the model reads.
-        ids: the prompt, (1, T) int64.
+        ids: (1, T) int64, the prompt.
         policy: what is kept.
         bits: how keys and values are stored, such as "int4"; None for unquantized.
 
     Returns:
-        The positions that each head of each layer keeps, (N,) int64 padded with -1, and the
-        (1, 1, V) float32 logits of a decode step. All are on the CPU.
+        An int64 vector for each head of each layer with the positions that it keeps, padded with
+        -1; and the (1, 1, V) float32 logits of a decode step, for V tokens of the vocabulary. All
+        are on the CPU.
     """
     options: dict[str, Any] = {"dtype": torch.float32, "layers": 2}
     model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **options)
@@ -274,9 +295,8 @@ def _measured(context: RunContext, cell: Cell) -> Iterator[Row]:
 
 
 def _lost() -> str:
-    """Return why the device does not answer any more, or an empty text if it does.
-
-    The text is empty without CUDA, too.
+    """Return why the device does not answer any more, or an empty text if it does or if there is no
+    CUDA device.
     """
     if not torch.cuda.is_available():
         return ""

@@ -148,7 +148,9 @@ class Kvpress:
         return self._process
 
     def _describe_end(self) -> str:
-        """Wait until the process has ended, and return its status and its last line of output."""
+        """Wait until the process has ended, and return a text with its status, its interpreter, and
+        its last line of output.
+        """
         status = self._process.wait()
         self._output.seek(0)
         lines = self._output.read().strip().splitlines() or ["nothing"]
@@ -156,7 +158,14 @@ class Kvpress:
 
 
 def _settings(model: PreTrainedModel, folder: str, policy: SnapKV | None) -> Row:
-    """Return the arguments with which the worker makes its `Worker`, as values for JSON."""
+    """Return the arguments with which the worker process builds its `Worker`, as a dictionary for
+    JSON with the keys "model", "dtype", "device", "attn_implementation", "threads" and "press".
+
+    Args:
+        model: the model, whose dtype, device and attention the worker uses too.
+        folder: the folder into which the model was written.
+        policy: its window and kernel become those of the press; None for a full cache.
+    """
     press = None
     if policy is not None:
         press = {"window_size": policy.window_size, "kernel_size": policy.kernel_size}
@@ -220,7 +229,15 @@ def _measure(context: RunContext) -> Iterator[Row]:
 def _rows(
     benchmark: str, work: dict[str, Callable[[], Any]], rounds: int, fields: Row
 ) -> Iterator[Row]:
-    """Let all contenders take turns, and yield a row with the times and ratios of each."""
+    """Let all contenders take turns, and yield a row with the times and ratios of each.
+
+    Args:
+        benchmark: the name of the benchmark in the rows.
+        work: the work of each contender, by name. "kvpress" and all values of `_FULL` must be among
+            them, because the ratios are relative to them.
+        rounds: how many rounds are measured.
+        fields: further fields of every row.
+    """
     turns = InterleavedTimings(work, rounds=rounds)
     for name in turns:
         yield {

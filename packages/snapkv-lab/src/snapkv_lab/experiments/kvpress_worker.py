@@ -63,7 +63,8 @@ class Worker:
             kept_tokens: how many tokens each head keeps, if the worker has a press.
 
         Returns:
-            "ms" and "kept_tokens".
+            A dictionary with "ms", the time in milliseconds, and "kept_tokens", how many tokens the
+            first layer has.
         """
         prompt = torch.tensor(ids, device=self._device)
         press = self._make_press(prompt.shape[1], kept_tokens)
@@ -158,8 +159,10 @@ class Worker:
         """Return a press that keeps the given number of tokens, or None if there is nothing to
         drop.
 
-        Its ratio is a little lower than exact, because kvpress rounds the number of kept tokens
-        down.
+        Args:
+            length: the number of tokens of the prompt.
+            kept_tokens: how many of them stay. The ratio of the press is a little lower than exact,
+                because kvpress rounds the number of kept tokens down.
         """
         if self._press is None or kept_tokens >= length:
             return None

@@ -51,9 +51,8 @@ class DocumentQuestion(NamedTuple):
 
 
 def python_questions(count: int) -> list[DocumentQuestion]:
-    """Return the first `count` questions written by hand, each with its document and three others.
-
-    The documents of a question are in a drawn order.
+    """Return the first `count` questions written by hand, each with four documents in random order:
+    the one that answers it, and three others. Equal counts give equal questions.
     """
     rows, draw = read_rows(QUESTIONS), random.Random(SEED)
     texts = {name: module_text(name) for name in dict.fromkeys(row["document"] for row in rows)}
@@ -148,9 +147,12 @@ class Shelf:
         return torch.tensor([list(own)])
 
     def file(self, text: str, way: Way) -> Path:
-        """Return the path of the file in which a document is stored.
+        """Return the path of the file in which a document is stored. The document is read and saved
+        by the first call for it.
 
-        The document is read and saved first if necessary.
+        Args:
+            text: the document.
+            way: how it is stored. Two ways with the same name count as the same way.
         """
         key = (text, way.name)
         if key not in self._files:
@@ -161,9 +163,12 @@ class Shelf:
         return self._files[key]
 
     def _read(self, ids: Tensor, way: Way) -> CompressedCache:
-        """Read a document that follows the prefix, and return its cache.
+        """Read a document that follows the prefix, and return its compressed cache. All heads keep
+        the whole prefix, so that they hold equally many of its tokens.
 
-        All heads keep the prefix, so that they hold equally many of its tokens.
+        Args:
+            ids: (1, T) int64, the tokens of the prefix and the document.
+            way: the policy, which may need a second reading.
         """
         model, is_full = self.loaded.model, isinstance(way.policy, FullCache)
         protect = None if is_full else [(0, self.prefix.shape[1])]
@@ -180,10 +185,13 @@ class Shelf:
         return Part(input_ids=tensors["input_ids"], cache=cache, prefix_tokens=self.prefix.shape[1])
 
     def read(self, case: DocumentQuestion, method: JoinMethod) -> tuple[CompressedCache, Tensor]:
-        """Return a cache that has read documents and question, and the logits of the next token.
+        """Build a cache that has read the documents and the question of a case, and compute the
+        logits of the next token.
 
-        The logits are (1, 1, V). If the documents are not stored in the method's way yet, they are
-        read and saved first.
+        If the documents are not stored in the method's way yet, they are read and saved first.
+
+        Returns:
+            The cache, and the (1, 1, V) logits, for the V tokens of the vocabulary.
         """
         model, question = self.loaded.model, self.ids(case.question)
         if method.way is None:

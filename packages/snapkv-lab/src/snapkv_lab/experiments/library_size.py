@@ -60,11 +60,12 @@ def rows_by_size(context: RunContext) -> Iterator[Row]:
 
 
 def _searched(folder: str, questions: Sequence[str]) -> Row:
-    """Return the times of searches in a library, to which documents have just been added.
+    """Measure the times of searches in a library, to which documents have just been added.
 
-    "first_search_seconds" is the time of the first search, which updates the index,
-    "opening_seconds" the slowest first search of a new `Library`, and the other two are
-    milliseconds of later searches.
+    Returns:
+        A dictionary with "first_search_seconds", the time of the first search, which updates the
+        index; "opening_seconds", the slowest first search of a new `Library`; and "search_ms" and
+        "slowest_search_ms", the median and the largest time of later searches.
     """
     first = _seconds(lambda: Library(folder).search(questions[0]))
     time.sleep(SETTLING_SECONDS)

@@ -107,9 +107,8 @@ def _measure(dtype: str, context: RunContext) -> Iterator[Row]:
 
 
 def _prompt(loaded: LoadedModel, length: int) -> Tensor:
-    """Return the token ids of a prompt of about `length` tokens, (1, T) int64.
-
-    The prompt has essays and a question about them.
+    """Return the token ids, (1, T) int64, of a prompt with essays and a question about them, where
+    T is about `length`.
     """
     tokenizer = loaded.tokenizer
     frame = question_prompt(tokenizer, "", QUESTION).token_ids(tokenizer).shape[1]
@@ -119,7 +118,15 @@ def _prompt(loaded: LoadedModel, length: int) -> Tensor:
 
 
 def _decoded(loaded: LoadedModel, one: DraftContender, ids: Tensor, tokens: int) -> Decoded:
-    """Generate `tokens` tokens after a prompt with a new cache, and return text and costs."""
+    """Generate exactly `tokens` tokens after a prompt with a new cache, and return the text and its
+    costs.
+
+    Args:
+        loaded: the model and its tokenizer.
+        one: the policy of the cache, and the heads that draft, if any.
+        ids: (1, T) int64, the prompt.
+        tokens: how many tokens to generate, at least 2.
+    """
     settings = GenerationSettings(max_new_tokens=tokens, min_new_tokens=tokens)
     cache, clock = CompressedCache(loaded.model, one.policy), Clock()
     drafts = one.medusa and DraftMethod(name="medusa", options={"custom_generate": one.medusa})

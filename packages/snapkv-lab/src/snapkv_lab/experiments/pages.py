@@ -37,9 +37,8 @@ class Listing:
     make_lines: Callable[[list[Row]], Iterable[Any]] = iter
 
     def parts(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield the heading, if there is one, and the table in Markdown format.
-
-        Nothing is yielded if no row has the values of `where`.
+        """Yield the heading, if there is one, and the table in Markdown format. Nothing is yielded
+        if no row has the values of `where`.
         """
         own = select_rows(rows, **self.where) if self.where else list(rows)
         if own:

@@ -48,9 +48,11 @@ CODES: dict[str, Any] = {
 
 
 def _ways(counts: dict[str, int]) -> list[Ours]:
-    """Return each named method with the first storages of `CODES`.
+    """Return each named method with one or more ways to store keys and values.
 
-    `counts` says by the name of the method with how many storages it is compared.
+    Args:
+        counts: how many storages, the first ones of `CODES`, each method is combined with, by its
+            name in `POLICIES`.
     """
     return [
         Ours(name, POLICIES[name], bits, codes)

@@ -56,9 +56,13 @@ def _measure(context: RunContext) -> Iterator[Row]:
 
 
 def _processor_ms(model: Any, ids: Tensor, cache: CompressedCache) -> float:
-    """Return the processor time of a decode step in milliseconds, the median of several.
+    """Return the processor time of a decode step in milliseconds, the median of several. Other
+    programs on the machine hardly change processor time.
 
-    Other programs on the machine hardly change processor time. The steps append tokens to `cache`.
+    Args:
+        model: the model.
+        ids: (1, T) int64, whose last token every step reads.
+        cache: the cache, to which the steps append tokens.
     """
     times = []
     with torch.inference_mode():
@@ -70,9 +74,15 @@ def _processor_ms(model: Any, ids: Tensor, cache: CompressedCache) -> float:
 
 
 def _kept_shares(cache: CompressedCache, tokens: int) -> list[float]:
-    """Return which share of all heads keeps a token, as the mean of each part of the text.
+    """Return which share of all heads keeps a token, as the mean over the tokens of each part of
+    the text.
 
-    The text is the first `tokens` tokens in `_PARTS` equal parts; the shares are from 0 to 1.
+    Args:
+        cache: the cache that has read the text.
+        tokens: the length of the text, which is cut into `_PARTS` equal parts.
+
+    Returns:
+        A share from 0 to 1 for each part, in their order.
     """
     counts, heads = torch.zeros(tokens), 0
     for layer in cache.compressed_layers:

@@ -51,7 +51,18 @@ def make_documents(tokenizer: Any, *, prompt_tokens: int, count: int = 1) -> lis
 
 
 def _make_document(tokenizer: Any, text: str, prompt_tokens: int, index: int) -> NeedlePrompt:
-    """Return the prompt number `index`, whose number is after a sentence near one of `DEPTHS`."""
+    """Return a prompt with a number that is hidden in a part of a text, after a sentence near one
+    of `DEPTHS`.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        text: the text, from which a random part is taken.
+        prompt_tokens: the length of the prompt.
+        index: the number of the prompt. Equal arguments give equal prompts.
+
+    Raises:
+        ValueError: the text is too short.
+    """
     draw = random.Random(f"{SEED}/{prompt_tokens}/{index}")
     city, number = draw.choice(CITIES), draw.randint(1000, 9999)
     needle = token_ids(tokenizer, _NEEDLE.format(city=city, number=number))
@@ -152,7 +163,9 @@ def _tensor(model: Any, ids: Sequence[int]) -> Tensor:
 def read_prompt(
     model: Any, prompt_ids: Sequence[int], *, recorded_queries: int = 64
 ) -> RecordedPrompt:
-    """Read a prompt with the full cache, and return it with the last `recorded_queries` queries."""
+    """Read a prompt with the full cache, and return what was recorded in each layer, with the
+    queries of only the last `recorded_queries` tokens.
+    """
     recorder = RecordingPolicy(recorded_queries=recorded_queries)
     return record_prompt(model, _tensor(model, prompt_ids), recorder)
 
@@ -160,7 +173,9 @@ def read_prompt(
 def read_prompt_twice(
     model: Any, tokenizer: Any, prompt_ids: Sequence[int], policy: Policy
 ) -> RecordedPrompt:
-    """Read a prompt and let the model repeat it, for policies that need a second reading."""
+    """Read a prompt and let the model repeat it, for a policy that needs a second reading, and
+    return what was recorded in each layer.
+    """
     ids, instruction = _tensor(model, prompt_ids), instruction_of(tokenizer)
     return record_prompt_twice(model, ids, policy, instruction_ids=instruction)
 

@@ -45,10 +45,17 @@ def _measure(context: RunContext) -> Iterator[Row]:
 
 
 def answer_rows(model: Any, document: QuotedDocument, budgets: Sequence[int]) -> Iterator[Row]:
-    """Yield a row for each contender, each budget and each question.
+    """Yield a row for each contender, each budget and each question. The full cache comes first,
+    with the budget None.
 
-    The full cache comes first, with the budget None. A row says whether the answer is right, and
-    has seconds and bytes.
+    Args:
+        model: the model.
+        document: the document and its questions.
+        budgets: how many tokens SnapKV keeps.
+
+    Returns:
+        Rows with "right", whether the answer is right, the seconds of the question and of the
+        reading before it, and the bytes of the cache.
     """
     contenders: list[tuple[str, int | None]] = [(FULL, None)]
     contenders += [(name, budget) for budget in budgets for name in NAMES if name != FULL]
@@ -153,7 +160,7 @@ def _turns(context: RunContext, text: str) -> Iterator[Row]:
 
 
 def cap_bytes(row: Row) -> int:
-    """Return the maximum number of bytes that the device may hold within a turn.
+    """Return how many bytes the device may hold at most within a turn, by the numbers in its row.
 
     They are those of the budget and the new tokens in all layers, and those of all tokens of the
     prompt in one layer, because recall restores one layer after the other.
@@ -193,7 +200,9 @@ def right_share(rows: Sequence[Row], contender: str, budget: int | None) -> floa
 
 
 def _turns_table(rows: list[Row]) -> Iterator[str]:
-    """Yield the heading and the table of some turns; nothing if there are no rows."""
+    """Yield the heading and the table of turns 1, 2, 5, 10, 20, 30, 40 and 50, as far as there are
+    rows of them; nothing without any.
+    """
     shown_rows = [row for row in rows if row["turn"] in (1, 2, 5, 10, 20, 30, 40, 50)]
     columns = {
         "turn": "{turn}",

@@ -269,7 +269,14 @@ def _questions(context: RunContext) -> Iterator[Row]:
 
 
 def _percentile_fields(which: str, spent: Sequence[TimeSpent]) -> Row:
-    """Return the seconds by the clock and of all threads together, as fields of a row."""
+    """Return two fields of a row: the percentiles of the seconds by the clock, and of those of all
+    threads together.
+
+    Args:
+        which: the beginning of the names of the fields, which end with "_seconds" and
+            "_processor_seconds".
+        spent: the times, at least two.
+    """
     return {
         f"{which}_seconds": percentiles([one.wall_ms / 1000 for one in spent], 3),
         f"{which}_processor_seconds": percentiles([one.cpu_ms / 1000 for one in spent], 3),
@@ -292,7 +299,9 @@ _MEDIANS = ("seconds", "prefill_seconds", "decode_seconds", "decode_steps", "mos
 
 
 def _median_rows(rows: list[Row]) -> Iterable[Row]:
-    """Yield a row for each engine with the medians of all rounds, and the first round's rest."""
+    """Yield a row for each engine. Its times, its numbers of steps and its right answers are
+    medians over the rounds, and its other fields are those of the first round.
+    """
     for own in group_rows(rows, "engine").values():
         yield own[0] | {key: median(row[key] for row in own) for key in (*_MEDIANS, "needles")}
 

@@ -27,10 +27,9 @@ _WARMUP_TOKENS = 64
 
 
 def contenders(budget: int) -> dict[str, Contender]:
-    """Return the three caches that are compared, by label.
-
-    "transformers" is its own cache, "full" is snapkv with all tokens, and "snapkv" keeps `budget`
-    tokens.
+    """Return the three caches that are compared, by label: "transformers" is the cache of
+    transformers, "full" is snapkv's cache with all tokens, and "snapkv" keeps `budget` tokens per
+    head.
     """
     caches = (
         transformers_contender("transformers"),
@@ -42,9 +41,8 @@ def contenders(budget: int) -> dict[str, Contender]:
 
 @torch.inference_mode()
 def _decoding(context: RunContext) -> Iterator[Row]:
-    """Yield the time per token for each cache, followed by the ratios.
-
-    The ratios compare the long prompt with the short one.
+    """Yield a row with the time per token for each cache and each of two prompt lengths, followed
+    by a row for each cache with the ratio of the long prompt to the short one.
     """
     steps, rows = {}, {}
     for tokens in context.decode_behind:

@@ -94,7 +94,10 @@ class TextMaker:
     def needles(self, tokens: int, index: int, *, tail: str = "") -> QuestionedText:
         """Make an essay with six needles of different kinds and a question about each.
 
-        The text has `tokens` tokens. `tail` is a text that follows every question.
+        Args:
+            tokens: the number of tokens of the text.
+            index: the number of the text.
+            tail: a text that follows every question.
         """
         name = f"{'tails' if tail else 'needles'}/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -112,9 +115,13 @@ class TextMaker:
     def _hide_needles(
         self, tokens: int, needles: list[list[int]], draw: random.Random
     ) -> list[int]:
-        """Return a stretch of an essay with the needles after sentences, in a drawn order.
+        """Return the token ids of a part of an essay with the needles between its sentences, in
+        random order.
 
-        It has `tokens` token ids, those of the needles included.
+        Args:
+            tokens: how many token ids are returned, those of the needles included.
+            needles: the token ids of each needle.
+            draw: the random generator.
         """
         own = draw.sample(needles, len(needles))
         hay = cut_stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
@@ -131,7 +138,10 @@ class TextMaker:
     def lines(self, tokens: int, index: int, questions: int) -> QuestionedText:
         """Make a text of numbered lines, and questions about some of them.
 
-        The text and one question together have at most `tokens` tokens.
+        Args:
+            tokens: the most tokens of the text and one question together.
+            index: the number of the text.
+            questions: how many questions are asked.
         """
         name = f"lines/{tokens}/{index}"
         shape = {"lengths": (tokens,), "positions": 1, "samples_each": 1, "examples": 3}
@@ -151,8 +161,11 @@ class TextMaker:
     def rag(self, documents: int, index: int, questions: int) -> QuestionedText:
         """Make a text of paragraphs from one article of SQuAD, with questions that they answer.
 
-        There are at most `questions` of them, and possibly none, since answers of a single token
-        are left out.
+        Args:
+            documents: the number of paragraphs.
+            index: the number of the text.
+            questions: the largest number of questions. There may be fewer and even none, because
+                answers of a single token are left out.
         """
         name = f"rag/{documents}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -169,9 +182,14 @@ class TextMaker:
         return QuestionedText(name=name, ids=self._encode(context), cases=cases)
 
     def quotes(self, tokens: int, index: int, questions: int) -> QuestionedText:
-        """Make a text of `tokens` tokens, with questions that quote the beginnings of sentences.
+        """Make a text with questions that quote the beginnings of sentences. The answers are the
+        next tokens of the sentences.
 
-        The answers are the next tokens of the sentences. Essays and Python's manual take turns.
+        Args:
+            tokens: the number of tokens of the text.
+            index: the number of the text. Even ones are from essays, and odd ones from Python's
+                manual.
+            questions: how many questions are asked.
         """
         name = f"quotes/{tokens}/{index}"
         draw, source = random.Random(f"{SEED}/{name}"), self._prose[index % 2]
@@ -186,7 +204,11 @@ class TextMaker:
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
         """Make a text and its continuation, for which only the loss is measured.
 
-        Essays and Python's manual take turns.
+        Args:
+            tokens: the number of tokens of the text.
+            answer_tokens: the number of tokens of the continuation.
+            index: the number of the text. Even ones are from essays, and odd ones from Python's
+                manual.
         """
         name = f"prose/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -194,9 +216,13 @@ class TextMaker:
         return self._make_continuation(name, ids, answer_tokens)
 
     def code(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
-        """Make a text of a part of a Python file, and its continuation.
+        """Make a text of a part of a Python file, and its continuation, for which only the loss is
+        measured.
 
-        Only the loss of the continuation is measured.
+        Args:
+            tokens: the number of tokens of the text.
+            answer_tokens: the number of tokens of the continuation.
+            index: the number of the text.
         """
         name = f"code/{tokens}/{index}"
         draw = random.Random(f"{SEED}/{name}")
@@ -392,10 +418,11 @@ def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuest
 
 
 def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
-    """Read the tokens and return the logits after each of them.
+    """Read tokens after those in the cache, which grows in place, and return the logits after each
+    of them.
 
     Returns:
-        (1, N, V).
+        (1, N, V), for N tokens and a vocabulary of V tokens.
     """
     cache.expect_tokens(ids)
     logits: Tensor = model(ids, past_key_values=cache).logits

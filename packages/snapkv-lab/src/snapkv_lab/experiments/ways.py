@@ -133,13 +133,24 @@ class Setting(NamedTuple):
 
 
 def percent_of_bytes(share: float, tokens: int) -> str:
-    """Return the budget as a percentage of the full cache's bytes, such as "12.5%"."""
+    """Return the budget of a policy as a percentage of the full cache's bytes, such as "12.5%".
+
+    Args:
+        share: the share of the bytes, from 0 to 1.
+        tokens: the length of the prompt, which is not used.
+    """
     del tokens
     return f"{100 * share:g}%"
 
 
 def share_held(way: Ours, report: Any) -> Row:
-    """Return "held", the bytes of the compressed cache as a fraction of the full cache's."""
+    """Return a row with "held", the bytes of the compressed cache as a fraction of those of the
+    full cache.
+
+    Args:
+        way: how the cache was compressed, which is not used.
+        report: the report of the cache.
+    """
     del way
     return {"held": round(report.held_bytes / report.full_bytes, 4)}
 
@@ -203,12 +214,17 @@ class Answers:
         return self.sizes(way, cache.report()), rows
 
     def _theirs(self, way: Theirs, share: float, source: PromptCases) -> tuple[Row, Iterator[Row]]:
-        """Compress a prompt with kvpress, which must have been started.
+        """Compress a prompt with kvpress, whose process `theirs` must not be None.
 
-        With a press and few bits, the press keeps more tokens, so that the share of bytes is right.
+        Args:
+            way: the press and the bits. With both, the press keeps more tokens, so that the share
+                of bytes is right.
+            share: the share of the full cache's bytes that stays.
+            source: the prompt and its questions.
 
         Returns:
-            The share of bytes that is held, and an iterator of a row for each question.
+            A row with "held", the share of bytes that is held, and an iterator of a row for each
+            question.
 
         Raises:
             InvalidArgumentError: kvpress failed.
@@ -277,5 +293,10 @@ def group_answers(rows: list[Row]) -> Iterator[Row]:
 
 
 def right_cell(cell: Row) -> str:
-    """Return the text for a cell of the table, with the number of right answers and the loss."""
+    """Return the text of a table cell: the share of right answers with the number of all answers
+    and its interval, and the mean loss above that of the full cache in nats per token.
+
+    Args:
+        cell: a row of `group_answers`.
+    """
     return f"{count_right(cell['answers'])}, {mean_loss_above(cell['answers']):+.2f}"

@@ -51,17 +51,19 @@ class Bench:
         *,
         warmup_rounds: int,
     ) -> Iterator[Row]:
-        """Prepare every contender, let those that fit take turns, and yield a row for each.
+        """Prepare every contender, let those that fit into memory take turns, and yield a row for
+        each.
 
         The row of a contender that does not fit has the status "out of memory" and comes before the
-        others. If memory runs out in a later round, the error ends the iteration.
+        others, whose status is "ok". If memory runs out in a later round, the error ends the
+        iteration.
 
         Args:
             fields_of: returns the fields that a contender's row begins with.
             ready: prepares a contender, and returns its work. Running out of memory here means that
                 the contender does not fit.
-            finish: returns the further fields of a row, from the contender's label, its times, and
-                their ratios to the first contender that fits.
+            finish: returns the further fields of a row, from the contender's label, its times in
+                milliseconds, and the percentiles of their ratios to the first contender that fits.
             warmup_rounds: how many rounds run before those that are measured.
         """
         work: dict[str, Timed] = {}

@@ -50,13 +50,11 @@ class Contender:
 
     def reader(self, model: PreTrainedModel, ids: Tensor) -> Callable[[], float]:
         """Return a function that reads a prompt into a new cache and returns the milliseconds it
-        took.
+        took. Nothing is read before it is called.
 
         Args:
             model: the model that reads.
-            ids: the prompt, (B, T) int64.
-
-        Nothing is read before the returned function is called.
+            ids: (B, T) int64, the prompt.
 
         Raises:
             OutOfMemoryError: the returned function raises it if the prompt does not fit.
@@ -64,13 +62,15 @@ class Contender:
         return lambda: measure_time(lambda: self._read(model, ids)).wall_ms
 
     def peak(self, model: PreTrainedModel, ids: Tensor) -> dict[str, int]:
-        """Read a prompt into a new cache, and return the peak memory and the memory that it holds.
-
-        The keys are "peak_growth_bytes", see `peak_growth_bytes`, and "held_bytes".
+        """Read a prompt into a new cache, and measure the memory that this takes.
 
         Args:
             model: the model that reads.
-            ids: the prompt, (B, T) int64, on the device whose memory is measured.
+            ids: (B, T) int64, the prompt, on the device whose memory is measured.
+
+        Returns:
+            A dictionary of bytes with the keys "peak_growth_bytes", see `peak_growth_bytes`, and
+            "held_bytes", which the cache holds afterwards.
 
         Raises:
             OutOfMemoryError: the prompt does not fit.
@@ -100,9 +100,14 @@ class Contender:
 
 
 class Decoder:
-    """A cache that is filled with random states, and that generates tokens when it is called.
+    """A cache that is filled with random states, as if a prompt had been read, and that generates
+    tokens when it is called.
 
-    It is filled as if a prompt of `length` tokens had been read.
+    Args:
+        contender: makes the cache.
+        model: the model that decodes.
+        batch: how many rows the cache has.
+        length: how many tokens the prompt has.
 
     Raises:
         OutOfMemoryError: the cache does not fit.
@@ -143,7 +148,8 @@ class Decoder:
         return None
 
     def __call__(self, tokens: int) -> float:
-        """Generate the given number of tokens, and return the time per token in milliseconds.
+        """Generate the given number of tokens in every row, and return the milliseconds for each
+        token of a row.
 
         The tokens stay in the cache, so the next call continues after them.
         """
@@ -157,7 +163,7 @@ class Decoder:
         the cache.
 
         Args:
-            tokens: how many tokens to generate, more than three.
+            tokens: how many tokens to generate. With three or fewer the list is empty.
             options: further arguments of `generate`.
 
         Returns:
@@ -251,6 +257,12 @@ def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, toke
     depends on how many tokens are stored and not on their values. At most one layer holds the whole
     prompt at a time.
 
+    Args:
+        contender: makes the cache.
+        model: the model, which is not run.
+        batch: how many rows the cache has.
+        tokens: how many tokens the prompt of each row has.
+
     Raises:
         UnsupportedModelError: the model's cache does not hold keys and values per head.
     """
@@ -269,9 +281,14 @@ def fill_cache(contender: Contender, model: PreTrainedModel, *, batch: int, toke
 def _end_prompt(
     cache: CompressedCache, layer: CompressedLayer, model: PreTrainedModel, tokens: int
 ) -> None:
-    """Let the policy select what to keep in one layer, as the wrapped attention does.
+    """Let the policy select what to keep in one layer, as the wrapped attention does after a
+    prompt, and evict the rest.
 
-    The queries that it sees are random. Changes the layer in place.
+    Args:
+        cache: the cache.
+        layer: one of its layers, which stores the whole prompt; it is changed in place.
+        model: the model of the cache.
+        tokens: the length of the prompt. The queries that vote are random.
     """
     queries = _random_states(
         model, layer.keys.shape[0], min(layer.policy.query_tokens, tokens), "query"
@@ -295,9 +312,14 @@ def _end_prompt(
 def _random_states(model: PreTrainedModel, batch: int, tokens: int, kind: str) -> Any:
     """Return a tensor with random queries or keys for one layer of the model.
 
+    Args:
+        model: the model, from which sizes, device and dtype are taken.
+        batch: the number B of rows.
+        tokens: the number N of tokens.
+        kind: "query" or "key".
+
     Returns:
-        (B, Hq, N, D) for the kind "query", or (B, Hkv, N, D) for the kind "key", on the device and
-        in the dtype of the model.
+        (B, Hq, N, D) for queries, or (B, Hkv, N, D) for keys.
 
     Raises:
         UnsupportedModelError: the model has latent attention.

@@ -36,9 +36,15 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def least_ms_per_token(model: PreTrainedModel, cache_bytes: int, bytes_per_second: float) -> float:
-    """Return the milliseconds that reading all weights and `cache_bytes` once takes at least.
+    """Return how many milliseconds a token takes at least, because all weights and `cache_bytes` of
+    the cache must be read once for it.
 
     Only one row of the embedding is read, unless the output projection shares its matrix.
+
+    Args:
+        model: the model.
+        cache_bytes: how many bytes of the cache are read.
+        bytes_per_second: how fast the device reads.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -65,8 +71,8 @@ class DecodeBench(Bench):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or the rounds need more than `ROOM_TOKENS`
-                tokens.
+            InvalidArgumentError: a number is out of range, or the rounds need more than
+                `ROOM_TOKENS` tokens.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
@@ -85,9 +91,14 @@ class DecodeBench(Bench):
             yield from self._cell(batch, length)
 
     def _cell(self, batch: int, length: int) -> Iterator[Row]:
-        """Yield a row for each contender at one batch size and length.
+        """Yield a row for each contender at one batch size and length. Contenders that do not fit
+        come first.
 
-        Contenders that do not fit come first.
+        Returns:
+            Rows with the keys "bench", "cache", "batch", "length" and "status". Those with the
+            status "ok" also have "filled", "held_bytes", "ms_per_token", "ratio" and
+            "tokens_per_second"; and with a known bandwidth, "least_ms" and "of_ceiling", the share
+            of it that is used.
         """
         decoders: dict[str, Decoder] = {}
 

@@ -11,7 +11,9 @@ import snapkv
 
 
 def software_versions() -> dict[str, Any]:
-    """Return the versions of snapkv, torch, transformers and Python by name."""
+    """Return the versions of the software, with the keys "snapkv", "torch", "transformers" and
+    "python".
+    """
     return {
         "snapkv": snapkv.__version__,
         "torch": torch.__version__,
@@ -21,10 +23,12 @@ def software_versions() -> dict[str, Any]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return a description of the device and the versions of the software.
+    """Return a description of the device and the versions of the software, as one dictionary for
+    JSON.
 
-    It has "processor" (the name of the GPU or of the CPU) and "threads"; for CUDA also
-    "memory_bytes", "capability" and "cuda".
+    It has the keys of `software_versions`, "processor" (the name of the GPU or of the CPU) and
+    "threads" (of torch on the CPU); for CUDA also "memory_bytes", "capability" and "cuda", the
+    version.
     """
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else processor_name()
@@ -38,10 +42,10 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return the name of the processor and the instruction set that torch uses.
+    """Return the name of the processor, followed by the instruction set that torch uses in
+    parentheses, because a name such as "AMD EPYC" is shared by machines with and without AVX-512.
 
-    Linux gives the name; elsewhere the architecture takes its place. A name such as "AMD EPYC" is
-    shared by machines with and without AVX-512.
+    On systems other than Linux, the architecture takes the place of the name.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

@@ -53,12 +53,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
-    """Run a function and return the maximum number of bytes that are held while it runs.
+    """Run a function and return by how many bytes the memory grows while it runs, at its peak.
 
-    Bytes that were held before are not counted. On CUDA the allocator's tensors are counted.
-    Elsewhere the memory of the whole process is counted, which needs Linux. There the work should
-    run in a process of its own whose allocator returns freed memory
-    (``MALLOC_MMAP_THRESHOLD_=65536``).
+    On CUDA the allocator's tensors are counted. Elsewhere the memory of the whole process is
+    counted, which needs Linux. There the work should run in a process of its own whose allocator
+    returns freed memory (``MALLOC_MMAP_THRESHOLD_=65536``).
+
+    Args:
+        work: the function, whose result is ignored. What it raises passes through.
+        device: where its tensors are.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -72,6 +75,8 @@ def peak_growth_bytes(work: Callable[[], Any], device: torch.device) -> int:
 
 
 def resident_bytes(field: str) -> int:
-    """Return a memory field of ``/proc/self/status``, such as "VmRSS", in bytes. Linux only."""
+    """Return a memory field of this process from ``/proc/self/status``, such as "VmRSS", in bytes.
+    This works only on Linux.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))

@@ -25,8 +25,10 @@ class PrefillBench(Bench):
 
     def times(self) -> Iterator[Row]:
         """Yield a row with the time to read the prompt, for each batch size, length and cache.
+        Lengths are in ascending order.
 
-        A cache that does not fit has a row with the status "out of memory".
+        A row has "ms", the percentiles of the milliseconds, and "ratio", those relative to the
+        first cache. A cache that does not fit has a row with the status "out of memory".
         """
         for batch, length in itertools.product(self.batches, sorted(self.lengths)):
             yield from self._race(
@@ -37,7 +39,8 @@ class PrefillBench(Bench):
             )
 
     def peaks(self) -> Iterator[Row]:
-        """Yield a row with the peak memory, for each batch size, length and cache.
+        """Yield a row with "peak_growth_bytes" and "held_bytes", for each batch size, length and
+        cache.
 
         A cache that does not fit has a row with the status "out of memory". Longer prompts of the
         same batch size are then not tried with it, and get the same status.
@@ -59,8 +62,8 @@ class PrefillBench(Bench):
 
     @torch.no_grad()
     def _load_weights(self) -> None:
-        """Use every weight once on a CPU, because mapped files are loaded into memory at
-        first use.
+        """Use every weight once, because mapped files are loaded into memory at first use, which
+        would count as growth. Nothing happens if the model is not on a CPU.
         """
         if self.model.device.type != "cpu":
             return

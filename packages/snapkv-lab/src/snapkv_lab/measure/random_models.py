@@ -48,7 +48,11 @@ def random_model(
 
 
 def shape_config(shape: str, layers: int | None = None) -> Any:
-    """Return the configuration of a model with the given shape, and with `layers` layers if given.
+    """Return the configuration of a model with the given shape, for transformers.
+
+    Args:
+        shape: the name of the shape, a key of `SHAPES`.
+        layers: the number of layers; None for that of the shape.
 
     Raises:
         InvalidArgumentError: the shape is not known.

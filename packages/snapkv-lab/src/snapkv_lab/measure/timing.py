@@ -21,9 +21,8 @@ class TimeSpent(NamedTuple):
 
 
 def measure_time(work: Callable[[], Any]) -> TimeSpent:
-    """Run a function and return the time that it took.
-
-    The device is synchronized before and after it.
+    """Run a function and return the time that it took. Its result is ignored. CUDA is synchronized
+    before and after it.
     """
     synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -35,14 +34,19 @@ def measure_time(work: Callable[[], Any]) -> TimeSpent:
 def run_alternating(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, warmup_rounds: int
 ) -> dict[str, list[T]]:
-    """Run all functions in each round, in another order from round to round.
+    """Call all functions once in each round, in another order from round to round.
 
     Noise of the machine then affects all of them alike, and the times of one round make a pair. In
     a cycle of rounds each contender also runs after each other one equally often, so that what a
     run leaves behind affects all alike (the design of Williams, 1949).
 
+    Args:
+        contenders: the functions by name.
+        rounds: how many rounds are in the result.
+        warmup_rounds: how many rounds run before, whose results are thrown away.
+
     Returns:
-        The results of each contender, in the order of the rounds, without the warm-up rounds.
+        The results of each contender, in the order of the rounds.
     """
     names = list(contenders)
     times: dict[str, list[T]] = {name: [] for name in names}
@@ -72,9 +76,12 @@ def pair_ratios(times: Sequence[float], base: Sequence[float]) -> list[float]:
 
 
 def percentiles(values: Sequence[float], digits: int) -> dict[str, float]:
-    """Return the 20th, 50th and 80th percentile of at least two values.
+    """Return the 20th, 50th and 80th percentile of at least two values, by the keys "p20", "p50"
+    and "p80".
 
-    The keys are "p20", "p50" and "p80". The percentiles are rounded to `digits` digits.
+    Args:
+        values: the values, in any order.
+        digits: how many digits after the point the percentiles are rounded to.
     """
     cuts = quantiles(values, n=10, method="inclusive")
     return {f"p{10 * cut}": round(cuts[cut - 1], digits) for cut in (2, 5, 8)}

@@ -150,9 +150,9 @@ class Medusa:
         return text
 
     def _steps(self, request: GenerateRequest, stopping_criteria: Any) -> Iterator[Tensor]:
-        """Yield the new tokens of each step, (N,) int64, until the text ends.
-
-        The first step gives one token and verifies nothing.
+        """Yield the new tokens of each step, (tokens,) int64 with at least one token, until the
+        text ends. The first step gives one token and verifies nothing. `tally` is replaced and then
+        updated in every step.
         """
         self.tally = tally = Tally()
         with fast_few_rows(request.model), record_last_states(request.model) as states:
@@ -182,11 +182,12 @@ class Medusa:
         Args:
             tree: the candidates.
             tokens: (nodes,) int64, the candidate in every node.
-            logits: (nodes, V), the logits after every node.
-            samples: whether `generate` samples.
+            logits: (nodes, V), the logits after every node, for V tokens of the vocabulary.
+            samples: whether `generate` samples. If not, a candidate is accepted only if it is the
+                most likely token.
 
         Returns:
-            The nodes, root first. If no draft is accepted, it is the root alone.
+            The numbers of the nodes, root first. If no draft is accepted, it is the root alone.
         """
         if not samples:
             return accept_greedily(tree.paths, tokens.cpu(), logits.argmax(dim=-1).cpu())
@@ -209,10 +210,11 @@ class _Candidates:
         self._hidden: Tensor
 
     def start(self) -> Tensor:
-        """Read the prompt and return the logits for the first token. It must be called first.
+        """Read the prompt and return the logits for the first token. It must be called first, and
+        only once.
 
         Returns:
-            (V,), before the logits processors.
+            (V,), for the V tokens of the vocabulary, before the logits processors.
 
         Raises:
             CacheMismatchError: the cache has seen the whole prompt.
@@ -235,12 +237,13 @@ class _Candidates:
         step.
 
         Args:
-            text: (N,) int64, whose last token the cache has not seen.
+            text: (tokens,) int64, the prompt and the text so far, whose last token the cache has
+                not seen.
             most_drafts: how many positions ahead may be drafted; 0 drafts nothing.
 
         Returns:
-            The accepted drafts and the token that the model chooses after them; the number of
-                drafts.
+            A list of the accepted drafts and the token that the model chooses after them, and the
+            number of drafts that were verified.
         """
         tree = self._medusa.tree.pruned(min(most_drafts, self._medusa.tree.depth))
         tokens = self._candidates(text, tree)
@@ -285,7 +288,7 @@ class _Candidates:
             seen_tokens: the position of the root in the text.
 
         Returns:
-            (nodes, V).
+            (nodes, V), for the V tokens of the vocabulary, before the logits processors.
         """
         device = tokens.device
         reading: Any = contextlib.nullcontext()
@@ -304,9 +307,14 @@ class _Candidates:
     def _processed(
         self, text: Tensor, tokens: Tensor, tree: CandidateTree, logits: Tensor
     ) -> Tensor:
-        """Return the logits after they have been changed by the logits processors.
+        """Return the logits after they have been changed by the logits processors. For every node,
+        the processors see the text with the path to this node.
 
-        For every node, the processors see the text with the path to this node.
+        Args:
+            text: (tokens,) int64, the text up to the root.
+            tokens: (nodes,) int64, the token in every node.
+            tree: the tree.
+            logits: (nodes, V), the logits after every node.
 
         Returns:
             (nodes, V) float32.

@@ -50,15 +50,17 @@ for all further heads.
 
 
 class MedusaHeads(nn.Module):
-    """The Medusa heads of a model.
+    """The Medusa heads of a model: small layers, each of which drafts one of the tokens after the
+    next.
 
     Args:
-        weights: (heads, layers, d, d).
+        weights: (heads, layers, d, d), where d is the size of the model's hidden states.
         biases: (heads, layers, d).
-        projections: (heads, V, d), one vocabulary matrix per head; None if the heads share the
-            model's own output projection.
+        projections: (heads, V, d), one matrix for the V tokens of the vocabulary per head; None if
+            the heads share the model's own output projection.
         model: the model that the heads belong to.
-        accuracies: for each head, how often its choice of each rank was right in a measurement.
+        accuracies: for each head, how often its choice of each rank was right in a measurement,
+            from 0 to 1, the most likely choice first; None for `ACCURACIES`.
 
     Raises:
         UnsupportedModelError: the model has no output projection.
@@ -89,6 +91,9 @@ class MedusaHeads(nn.Module):
 
         They have one layer each and share the model's output projection. They draft the token that
         the model itself would choose next.
+
+        Raises:
+            UnsupportedModelError: the model has no output projection.
         """
         shared = output_projection(model)
         d, device = shared.weight.shape[1], device_of(shared)
@@ -104,10 +109,10 @@ class MedusaHeads(nn.Module):
         """Return the states that are passed to the output projection of each head.
 
         Args:
-            hidden: (..., d).
+            hidden: (..., d), hidden states of the model.
 
         Returns:
-            (..., heads, d).
+            (..., heads, d), in the dtype of the heads.
         """
         states = hidden.to(self.weights)[..., None, :].expand(
             *hidden.shape[:-1], self.num_heads, -1
@@ -121,10 +126,10 @@ class MedusaHeads(nn.Module):
         """Return the logits of all heads.
 
         Args:
-            hidden: (..., d), as `record_last_states` records them.
+            hidden: (..., d), hidden states as `record_last_states` records them.
 
         Returns:
-            (..., heads, V).
+            (..., heads, V), for the V tokens of the vocabulary.
         """
         states = self.states(hidden)
         if self.projections is not None:
@@ -264,13 +269,12 @@ def save_heads(heads: MedusaHeads, folder: Path, *, base_model: str, **notes: An
 def write_tensors(
     tensors: dict[str, Tensor], path: Path, notes: dict[str, str] | None = None
 ) -> None:
-    """Write a dictionary of tensors to a safetensors file.
-
-    An existing file is replaced, completely or not at all. The folder must exist.
+    """Write a dictionary of tensors to a safetensors file. An existing file is replaced, completely
+    or not at all.
 
     Args:
         tensors: the tensors by name.
-        path: the file.
+        path: the file, in a folder that exists.
         notes: further metadata of the file.
 
     Raises:
@@ -287,7 +291,9 @@ def write_tensors(
 def _folder(source: str) -> Path:
     """Return the path of the folder that contains the heads.
 
-    It is downloaded into the cache of the hub if `source` is a hub id.
+    Args:
+        source: a folder, the hub id of one, which is downloaded into the cache of the hub, or
+            "demo".
 
     Raises:
         InvalidArgumentError: there is no such folder, or it cannot be downloaded.
@@ -327,10 +333,15 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _count(config: dict[str, Any], name: str, folder: Path) -> int:
-    """Return a positive integer from the configuration.
+    """Return the positive integer that the configuration has under `name`.
+
+    Args:
+        config: the content of ``config.json``.
+        name: the name of the entry.
+        folder: the folder of the file, for the error message.
 
     Raises:
-        InvalidArgumentError: the value is something else.
+        InvalidArgumentError: the entry is missing or is something else.
     """
     count = config.get(name)
     if type(count) is not int or count < 1:

@@ -12,10 +12,12 @@ from snapkv.hf.masks import stored_mask
 
 
 class TreeBranches(Branches):
-    """The branches of a tree of tokens that are read in a single forward pass.
+    """The branches of a tree of tokens that are read in a single forward pass, for the attention
+    layers.
 
     Args:
-        visible: (Q, Q) bool, which candidates each candidate sees.
+        visible: (Q, Q) bool, which of the Q candidates each candidate sees: itself and its
+            ancestors.
     """
 
     def __init__(self, visible: Tensor) -> None:
@@ -23,7 +25,8 @@ class TreeBranches(Branches):
         self._made: dict[Any, tuple[Any, Any]] = {}
 
     def mask(self, call: AttentionCall) -> Any:
-        """Return the mask for a call. Layers that got the same mask share the result.
+        """Return the attention mask for a call of a layer, in which branches do not see each other.
+        Calls with the same mask, number of slots and device share the result.
 
         Raises:
             UnsupportedModelError: the attention is neither sdpa nor eager, or its mask is not 4-D.

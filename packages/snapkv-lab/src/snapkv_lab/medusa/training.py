@@ -141,10 +141,11 @@ def generate_answers(
 def _make_prompts(
     tokenizer: Any, texts: Sequence[str], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """Split the texts into passages, and return the token ids of a prompt about each of some.
+    """Split the texts into passages, and return the token ids of prompts that ask a question about
+    a passage.
 
-    The passages are shuffled and the first `plan.answers` are taken. The rest of a text that does
-    not fill a passage is left out.
+    The passages are shuffled, and the first `plan.answers` are taken, with one prompt each. The end
+    of a text that does not fill a passage is left out.
 
     Raises:
         InvalidArgumentError: the texts have fewer than `plan.answers` passages.
@@ -168,9 +169,13 @@ def _make_prompts(
 def _generate_batch(
     loaded: LoadedModel, prompts: Sequence[tuple[int, ...]], plan: MedusaTraining
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of the model's greedy answers to the prompts, in their order.
+    """Return the token ids of the model's greedy answers to the prompts, in their order. An answer
+    ends with its end token, or has `plan.max_new_tokens` tokens.
 
-    An answer ends with its end token, or has `plan.max_new_tokens` tokens.
+    Args:
+        loaded: the model and its tokenizer.
+        prompts: the token ids of each prompt, at least one; they are read together.
+        plan: the settings of the training.
     """
     model, longest = loaded.model, max(map(len, prompts))
     settings = GenerationSettings(max_new_tokens=plan.max_new_tokens)
@@ -209,8 +214,12 @@ class _States:
     def states_before(self, place: int) -> Tensor:
         """Return the hidden states from which the model predicts each token of an answer.
 
+        Args:
+            place: the number of the exchange.
+
         Returns:
-            (N, d) float32 for the N tokens of the answer number `place`.
+            (N, d) float32, for the N tokens of the answer and hidden states of size d. The result
+            may be kept here and returned again, so the caller must not change it.
         """
         if place in self._held:
             return self._held[place]
@@ -227,7 +236,12 @@ class _States:
     def pairs(self, places: Sequence[int], num_heads: int) -> tuple[Tensor, Tensor]:
         """Return the hidden states and the labels for the given answers.
 
-        The state before token i predicts that token, and head k predicts the token k + 1 after it.
+        The state before token i predicts that token, and head k, counted from 0, predicts the token
+        k + 1 positions after it.
+
+        Args:
+            places: the numbers of the exchanges.
+            num_heads: the number of heads.
 
         Returns:
             (N, d) float32 states and (N, heads) int64 labels, which are -100 after the end of an
@@ -278,9 +292,8 @@ class _Training:
         return self._heads.requires_grad_(False)
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield the numbers of the answers for each step of all epochs.
-
-        Equal plans give equal batches, so that a stopped training can skip those that are done.
+        """Yield the numbers of the answers for each step, epoch by epoch. Equal plans give equal
+        batches, so that a stopped training can skip the steps that are done.
         """
         for epoch in range(self._plan.epochs):
             generator = torch.Generator().manual_seed(self._plan.seed + epoch)
@@ -315,9 +328,9 @@ class _Training:
         self._optimizer.step()
 
     def _rate(self, step: int) -> float:
-        """Return the factor of the learning rate for the given step, which counts from 0.
-
-        It rises over the first tenth of the steps, and then falls as a cosine.
+        """Return the factor, from 0 to 1, by which the learning rate is multiplied in the given
+        step, counted from 0. It rises over the first tenth of the steps, and then falls as a
+        cosine.
         """
         warm = max(1, self._total // 10)
         if step < warm:
@@ -325,12 +338,11 @@ class _Training:
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, self._total - warm)))
 
     def _tokens(self, step: int) -> Tensor:
-        """Return the tokens over which the loss of the given step is computed.
-
-        They are the tokens of all answers and `OTHER_TOKENS` random ones.
+        """Return the tokens over which the loss of the given step is computed: those of all
+        answers, and up to `OTHER_TOKENS` random ones, which only the seed and the step decide.
 
         Returns:
-            (T,) int64, different and in ascending order.
+            (tokens,) int64, all different and in ascending order.
         """
         seen, V = self._states.tokens, output_projection(self._states.model).weight.shape[0]
         generator = torch.Generator().manual_seed(self._plan.seed + step)
@@ -339,7 +351,8 @@ class _Training:
         return tokens
 
     def _save(self, step: int) -> None:
-        """Save the state after `step` steps.
+        """Save the heads and the state of the optimizer after `step` steps, in place of the former
+        file.
 
         Raises:
             OutputError: the file cannot be written.
@@ -374,11 +387,18 @@ class _Training:
 def measure_accuracies(
     heads: MedusaHeads, states: _States, places: Sequence[int], progress: Progress
 ) -> tuple[tuple[float, ...], ...]:
-    """Measure the accuracy of each head on the given answers.
+    """Measure how often the guesses of each head are right on the given answers.
+
+    Args:
+        heads: the heads.
+        states: the hidden states of the model on all answers.
+        places: the numbers of the answers.
+        progress: receives the progress.
 
     Returns:
         For each head, the share of tokens for which its choice of each rank is right, from 0 to 1,
-        for `HEAD_RANKS` ranks. All shares are 0 if the answers are too short for the head.
+        for `HEAD_RANKS` ranks with the most likely first. All shares are 0 if the answers are too
+        short for the head.
     """
     hits = heads.weights.new_zeros(heads.num_heads, HEAD_RANKS, dtype=torch.float32)
     counted = hits.new_zeros(heads.num_heads, 1)

@@ -83,7 +83,8 @@ class CandidateTree:
         """Create the tree with the largest expected number of accepted tokens (section 2.3.3).
 
         Args:
-            accuracies: for each head, how often its choice of each rank is right.
+            accuracies: for each head, at least one, how often its choice of each rank is right,
+                from 0 to 1.
             nodes: the number of nodes below the root. There are fewer if the heads have not enough
                 choices.
         """
@@ -102,9 +103,8 @@ class CandidateTree:
 
     @functools.lru_cache  # noqa: B019 # trees are few and small
     def pruned(self, depth: int) -> "CandidateTree":
-        """Return a copy of the tree without the paths that are longer than the given depth.
-
-        Equal calls return the same object.
+        """Return the tree without the paths that are longer than `depth`. Equal calls return the
+        same object.
         """
         return CandidateTree(tuple(path for path in self.choices if len(path) <= depth))
 
@@ -120,9 +120,8 @@ class CandidateTree:
 
     @functools.cached_property
     def visible(self) -> Tensor:
-        """The attention mask of the tree, in which each node sees itself and its ancestors.
-
-        (1 + N, 1 + N) bool.
+        """The attention mask of the tree, in which each node sees itself and its ancestors: (1 + N,
+        1 + N) bool, for the root and the N nodes below it.
         """
         seen = torch.eye(1 + len(self.choices), dtype=torch.bool)
         for node, parent in enumerate(self._parents[1:], start=1):
@@ -131,9 +130,8 @@ class CandidateTree:
 
     @functools.cached_property
     def depths(self) -> Tensor:
-        """The depth of each node in the tree.
-
-        (1 + N,) int64; the root has depth 0.
+        """The depth of each node in the tree: (1 + N,) int64, for the root, whose depth is 0, and
+        the N nodes below it.
         """
         return torch.tensor([0, *map(len, self.choices)])
 
@@ -141,7 +139,8 @@ class CandidateTree:
     def picks(self) -> Tensor:
         """The index of the token that each node takes from the candidates of all heads.
 
-        (1 + N,) int64: indices into [root, `HEAD_RANKS` tokens of head 1, as many of head 2, ...].
+        (1 + N,) int64, for the root and the N nodes below it: indices into [root, `HEAD_RANKS`
+        tokens of head 1, as many of head 2, ...].
         """
         return torch.tensor(
             [0, *(path[-1] + HEAD_RANKS * (len(path) - 1) + 1 for path in self.choices)]

@@ -63,8 +63,8 @@ class GenerateRequest:
         """Return the logits after they have been changed by the logits processors.
 
         Args:
-            text: (N,).
-            logits: (V,) after the text.
+            text: (tokens,) int64, the text before the token.
+            logits: (V,), the logits after the text, for the V tokens of the vocabulary.
 
         Returns:
             (V,) float32.
@@ -73,7 +73,8 @@ class GenerateRequest:
         return changed[0]
 
     def choose(self, logits: Tensor) -> int:
-        """Return the id of the next token: a random one if `samples`, or else the most likely one.
+        """Return the id of the next token: a random one with the probabilities of the logits if
+        `samples`, or else the most likely one.
 
         Args:
             logits: (V,), changed by the processors.
@@ -83,11 +84,11 @@ class GenerateRequest:
         return int(logits.argmax())
 
     def read_prompt(self) -> Tensor:
-        """Read the tokens of the prompt that the cache has not seen, and return the logits after
-        the last one.
+        """Read the tokens of the prompt that the cache has not seen into the cache, and return the
+        logits after the last one.
 
         Returns:
-            (V,).
+            (V,), for the V tokens of the vocabulary.
 
         Raises:
             CacheMismatchError: the cache has seen at least as many tokens as the prompt has.
@@ -157,7 +158,7 @@ def require_one_sequence(ids: Tensor, mask: Tensor | None, config: GenerationCon
 
 
 def begin_verifying(cache: Cache) -> None:
-    """Make the cache keep what it needs to remove its newest tokens again.
+    """Prepare the cache so that its newest tokens, which are drafts, can be removed from it again.
 
     Raises:
         UnsupportedModelError: a layer cannot remove tokens. The cache is then unchanged.

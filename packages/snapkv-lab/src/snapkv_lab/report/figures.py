@@ -54,10 +54,15 @@ def draw(results: Results) -> dict[str, "Figure"]:
 
 
 def save_figures(figures: dict[str, "Figure"], path: str) -> list[Path]:
-    """Write the scores to `path` and other figures next to it, such as ``NAME-budgets.png``.
+    """Write the figures of a run to files.
+
+    Args:
+        figures: the figures by name, as `draw` returns them.
+        path: the file of the scores. Other figures are written next to it, such as
+            ``NAME-budgets.png``.
 
     Returns:
-        The paths of the files.
+        The paths of the files, in the order of the figures.
 
     Raises:
         OutputError: a file cannot be written; those before it are.
@@ -140,10 +145,16 @@ def _heat_map(
 
 
 def _trained_border(results: Results, columns: list[Any]) -> float | None:
-    """Return where the border between lengths that the model supports and longer ones is drawn.
+    """Return the place on the horizontal axis of a heat map between lengths that the model supports
+    and longer ones.
 
-    Return None if no length exceeds the model's positions, or if all of them do, and if the first
-    axis of the task is not the length or the model has no limit.
+    Args:
+        results: the results of the run.
+        columns: the values of the first axis in ascending order.
+
+    Returns:
+        The place, in columns from 0. None if no length exceeds the model's positions, or if all of
+        them do; and if the first axis of the task is not the length, or the model has no limit.
     """
     positions = results.run["model"]["max_tokens"]
     if results.task.axes[0] != "length" or positions is None or not _is_numeric(columns):
@@ -153,7 +164,9 @@ def _trained_border(results: Results, columns: list[Any]) -> float | None:
 
 
 def _columns(results: Results, lines: Sequence[ScoreLine]) -> "Figure":
-    """Draw curves over a numeric axis, or groups of bars over names with a group for the mean."""
+    """Draw the scores of all methods in one panel: as curves if the first axis has numbers,
+    otherwise as groups of bars with a group for the mean.
+    """
     axis = results.task.axes[0]
     columns = axis_values(results.rows, axis)
     if _is_numeric(columns):
@@ -204,10 +217,11 @@ def _bars(panel: "Axes", line: ScoreLine, columns: list[Any], index: int, count:
 
 
 def _families(lines: Sequence[ScoreLine]) -> dict[str, dict[int, ScoreLine]]:
-    """Group the methods that were run with several budgets. Methods with a single one are left out.
+    """Group the lines of methods that were run with several budgets, by their labels
+    ``NAME@BUDGET``. Lines without scores, and methods with a single budget, are left out.
 
     Returns:
-        The lines by budget, by the name for the legend.
+        The lines by budget, for the name of each method in the legend.
     """
     families: dict[str, dict[int, ScoreLine]] = {}
     for line in lines:
@@ -223,7 +237,11 @@ def _budgets(
 ) -> "Figure":
     """Draw the mean score of each method as a function of the budget.
 
-    Methods with one budget are dashed lines.
+    Args:
+        results: the results of the run.
+        lines: the lines of all methods. Those that are not in `families` are drawn as dashed
+            horizontal lines.
+        families: the lines by budget, by name, as `_families` returns them.
     """
     figure = _figure(results, 6.0, 4.0)
     panel = figure.subplots()
@@ -322,7 +340,9 @@ def _token_axis(panel: "Axes", counts: set[int]) -> None:
 
 
 def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
-    """Label the cells of an axis, but only some of them if there are many numbers."""
+    """Label the cells of an axis with their values, and the axis with its name and unit. If there
+    are more than 12 numbers, only some of them are shown.
+    """
     step = -(-len(values) // _MOST_TICKS) if _is_numeric(values) else 1
     places = range(0, len(values), step)
     is_length = name == "length" and _is_numeric(values)
@@ -333,16 +353,17 @@ def _label_axis(axis: Any, name: str, values: Sequence[Any]) -> None:
 
 
 def _name(line: ScoreLine, method: str | None = None) -> str:
-    """Return the name of a line for the legend: its method, and "question hidden" if it is hidden.
-
-    `method` replaces the name of the method.
+    """Return the name of a line for the legend: its method, followed by ", question hidden" if the
+    question is hidden. `method` replaces the name of the method.
     """
     hidden = "" if line.question == "visible" else f", question {line.question}"
     return f"{method or line.method}{hidden}"
 
 
 def format_tokens(count: Any) -> str:
-    """Return the number of tokens as a short text, such as 512, 4k or 31.5k."""
+    """Return a number of tokens as a short text, such as 512, 4k or 31.5k, where 1k is 1,024. A
+    number that is not a multiple of 512 is written in full, such as 1,000.
+    """
     return f"{count / 1024:.4g}k" if count >= 1024 and count % 512 == 0 else f"{count:,}"
 
 
@@ -398,7 +419,13 @@ def draw_bench(rows: Sequence[Row]) -> "Figure":
 
 
 def _bench_panel(panel: "Axes", rows: Sequence[Row], measured: _Measured) -> None:
-    """Draw a curve for each cache into a panel, and "OOM" at lengths that did not fit."""
+    """Draw a curve for each cache into a panel, and "OOM" at lengths that did not fit into memory.
+
+    Args:
+        panel: the panel, which is changed.
+        rows: the rows of one benchmark and batch size.
+        measured: the field that is shown.
+    """
     for index, cache in enumerate(dict.fromkeys(row["cache"] for row in rows)):
         own = sorted((row for row in rows if row["cache"] == cache), key=itemgetter("length"))
         measured_rows = [row for row in own if row["status"] == "ok"]

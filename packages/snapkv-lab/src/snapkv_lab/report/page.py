@@ -59,9 +59,8 @@ class Section:
 
 
 def _flatten_settings(block: Row, before: str = "") -> Pairs:
-    """Yield the names and the values of all settings as text.
-
-    The name of a nested setting begins with the names of the levels above it.
+    """Yield the names and the values of all settings as text. The name of a nested setting begins
+    with the names of the levels above it, such as "model: name".
 
     Args:
         block: the settings.
@@ -167,9 +166,12 @@ def has_losses(results: Results) -> bool:
 
 
 def _describe_unpruned(rows: Sequence[Row]) -> str:
-    """Return a text for the caption about prompts that were not longer than a method's budget.
+    """Return a text for the end of a caption about prompts of which a method dropped nothing,
+    because they were not longer than its budget.
 
-    The text is empty if every method except the full cache dropped tokens of every prompt.
+    Returns:
+        For each method that has any, a clause that begins with "; ". The text is empty if every
+        method except the full cache dropped tokens of every prompt.
     """
     prompts, unpruned = Counter[str](), Counter[str]()
     for row in rows:
@@ -185,9 +187,12 @@ def _describe_unpruned(rows: Sequence[Row]) -> str:
 
 
 def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine]:
-    """Return a line for each method with published scores for the model of the run.
+    """Return a line of the table for each method with scores that a paper has published for the
+    model of the run. There are no lines if no paper has the model.
 
-    A line has only the columns of the run. There are no lines if no paper has the model.
+    Args:
+        results: the results of the run.
+        columns: the columns of the table; scores of other columns are left out.
     """
     published = results.task.published(results.run["model"]["name"])
     return [
@@ -203,13 +208,16 @@ def _published_lines(results: Results, columns: Sequence[Any]) -> list[ScoreLine
 
 
 def _find_best(lines: Sequence[ScoreLine], columns: Sequence[Any]) -> frozenset[tuple[int, int]]:
-    """Find the cells with the best score in each column.
+    """Find the cells with the best score in each column of the table of methods, which are shown in
+    bold. Cells with equal texts all count. A mean over fewer columns is not compared with a mean
+    over all of them.
 
-    Cells with equal texts all count. A mean over fewer columns is not compared with a mean over all
-    of them.
+    Args:
+        lines: the lines of the table.
+        columns: the columns with scores, which the mean follows.
 
     Returns:
-        (row, column) of each cell in the table of methods, whose first two columns have no scores.
+        (row, column) of each cell in the table, whose first two columns have no scores.
     """
     most = max((len(line.scores) for line in lines), default=0)
     values = [
@@ -275,7 +283,9 @@ def render_csv(results: Results) -> str:
 
 
 def render_markdown(results: Results) -> str:
-    """Return a page in Markdown format with the table of methods, its title and its caption."""
+    """Return a page in Markdown format with the title, the model, the table of methods, and its
+    caption.
+    """
     table = method_table(results)
     model = escape_markdown(results.run["model"]["name"])
     parts = (f"# {escape_markdown(table.title)}", f"Model: {model}", table.as_markdown())

@@ -129,7 +129,9 @@ def render_rows(rows: Iterable[Any], columns: Mapping[str, Cell] | Pivot) -> str
 
 
 def _render_pivot(rows: Sequence[Row], by: Pivot) -> str:
-    """Return the Markdown of a pivot, with lines and columns in order of first appearance."""
+    """Return the Markdown table of a pivot, with lines and columns in order of first appearance in
+    the rows.
+    """
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cells.setdefault(format_cell(by.line, row), {})[format_cell(by.heading, row)] = format_cell(
@@ -157,9 +159,8 @@ class Scale(NamedTuple):
         return "-" if number is None else f"{self.times * number:{sign}z.{self.digits}f}"
 
     def interval(self, ends: Sequence[float] | None) -> str:
-        """Return the interval as text.
-
-        The text is "one sample" for None, and "no spread" if both ends are equal.
+        """Return the text of a confidence interval, such as "51.0 to 63.5". It is "one sample" for
+        None, and "no spread" if both ends are equal.
         """
         if ends is None:
             return "one sample"
@@ -173,12 +174,12 @@ IN_PERCENT, IN_NATS = Scale(100, 1), Scale(1, 3)
 
 
 def format_difference(difference: Row | None, of: Measure = "score") -> str:
-    """Return a difference and its confidence interval as text.
+    """Return a difference and its confidence interval as text, such as "+1.2 (0.3 to 2.1)".
 
     The text ends with ", no difference seen" if the interval contains zero. It is a dash for None.
 
     Args:
-        difference: one of `cell_differences` or `line_differences`.
+        difference: one of `cell_differences` or `line_differences`, or None.
         of: whether it is a difference of scores, shown times 100, or of losses.
     """
     if difference is None:
@@ -193,5 +194,7 @@ def format_difference(difference: Row | None, of: Measure = "score") -> str:
 
 
 def format_optional_bytes(count: float | None) -> str:
-    """Return a number of bytes as text with a unit, or a dash for None."""
+    """Return a number of bytes as text with a unit, or a dash for None. It is rounded to a whole
+    number of bytes first.
+    """
     return "-" if count is None else format_bytes(round(count))

@@ -56,7 +56,9 @@ class Reading(NamedTuple):
         return int(self.ids.shape[1])
 
     def describe(self) -> Row:
-        """Return the lengths of prompt and answer and the text of the answer, ready for JSON."""
+        """Return a dictionary for JSON with "prompt_tokens", "answer_tokens" and "answer", the text
+        of the answer.
+        """
         return {
             "prompt_tokens": self.prompt_tokens,
             "answer_tokens": self.tokens - self.prompt_tokens,
@@ -67,8 +69,14 @@ class Reading(NamedTuple):
 def read_sample(loaded: "LoadedModel", sample: Sample, template: Template) -> Reading:
     """Generate the answer to a sample with the full cache. The question is visible in the prompt.
 
+    Args:
+        loaded: the model and its tokenizer.
+        sample: the sample, whose settings decide the length of the answer.
+        template: how the sample becomes a prompt.
+
     Raises:
         PromptTooLongError: the model has too few positions for prompt and answer.
+        InvalidArgumentError: the template is "longbench", and the model's name is not known to it.
     """
     from snapkv.hf.cache import CompressedCache
     from snapkv.policies import FullCache
@@ -129,7 +137,8 @@ class ReadingStudy(Study):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or there is no question, or an empty one.
+            InvalidArgumentError: a number is out of range, or there is no question, or an empty
+                one. The smallest `document_tokens` is `LEAST_TOKENS`.
             InvalidTypeError: a number is not an integer.
         """
         require_at_least("samples", self.samples, 1)
@@ -150,12 +159,13 @@ class ReadingStudy(Study):
     ) -> list[Row]:
         """Return the rows of a single step, with one or more rows for each layer.
 
-        The rows have the fields of `by` and `numbers`.
-
         Args:
             loaded: the model, which reads prompt and answer again.
             step: the step.
             readings: one for each sample of the step. Here there must be exactly one.
+
+        Returns:
+            Rows with the fields of `by` and `numbers`.
         """
         from snapkv_app.observing import observed
 
@@ -193,9 +203,8 @@ class ReadingStudy(Study):
         raise NotImplementedError
 
     def steps(self, texts: Sequence[tuple[str, str]]) -> Iterator[ReadingStep]:
-        """Yield the steps of the study, here one for each document with one of the questions.
-
-        The questions take turns.
+        """Yield the steps of the study: here one for each document, with one of the questions. The
+        questions take turns.
 
         Args:
             texts: the name and the text of each document.
@@ -205,9 +214,14 @@ class ReadingStudy(Study):
             yield ReadingStep(name, "last", (self.sample(name, text, question),))
 
     def sample(self, name: str, document: str, question: str, *, first: bool = False) -> Sample:
-        """Return a sample with a question about the document.
+        """Return a sample with a question about a document, whose answer has exactly
+        `answer_tokens` tokens.
 
-        The question follows the document, or comes before it if `first`.
+        Args:
+            name: the name of the sample.
+            document: the text of the document.
+            question: the question.
+            first: whether the question comes before the document instead of after it.
         """
         settings = GenerationSettings(
             max_new_tokens=self.answer_tokens,
@@ -287,9 +301,8 @@ class ReadingStudy(Study):
             study = replace(study, document_tokens=study.document_tokens - excess)
 
     def _excess_tokens(self, loaded: "LoadedModel", steps: Sequence[ReadingStep]) -> int:
-        """Return by how many tokens the longest prompt with its answer exceeds the model's limit.
-
-        The number is 0 if the model has no limit, and negative or 0 if all prompts fit.
+        """Return by how many tokens the longest prompt with its answer exceeds the positions of the
+        model. The number is negative or 0 if all prompts fit, and 0 if the model has no limit.
         """
         if loaded.max_tokens is None:
             return 0
@@ -299,9 +312,12 @@ class ReadingStudy(Study):
         return longest + self.answer_tokens - loaded.max_tokens
 
     def _record(self, loaded: "LoadedModel", step: ReadingStep) -> Row:
-        """Answer the samples of a step with the full cache, and return the step's record.
+        """Answer the samples of a step with the full cache, and return the record of the step
+        without its key.
 
-        It has "readings" and "rows". It is stored by the caller.
+        Returns:
+            A dictionary for JSON with "readings", one description for each sample, and "rows",
+            those of `measure_step`. The caller must store it.
 
         Raises:
             PromptTooLongError: the model has too few positions.
@@ -391,10 +407,17 @@ class HitRate(ReadingStudy):
         return self.window_size + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the hit rates in one layer, by selection and window; windows count from 1.
+        """Measure the hit rates in one layer.
 
-        The numbers are both hit rates (None if no position is important), and for each of them the
-        mean number of important positions per query and head.
+        Args:
+            layer: the layer with the states of prompt and answer.
+            prompt_tokens: the length of the prompt.
+
+        Returns:
+            For each selection of `SELECTIONS` and each window of the answer, counted from 1:
+            "hit_rate" and "hit_rate_beyond_sinks", from 0 to 1 or None if no position is important;
+            and "important" and "important_beyond_sinks", the mean number of important positions per
+            query and head.
         """
         from snapkv_lab.study.measures import important_and_hit
 
@@ -413,9 +436,12 @@ class HitRate(ReadingStudy):
         return rows
 
     def _select_positions(self, layer: "PromptLayer", prompt_tokens: int) -> "Tensor":
-        """Return the positions in the prefix that are kept by each selection.
+        """Return the positions in the prefix that are kept by each selection. Both selections keep
+        the same number per head.
 
-        Both selections keep the same number per head. `layer` must have the queries of the window.
+        Args:
+            layer: the layer, which must have the queries of the window.
+            prompt_tokens: the length of the prompt; the prefix is the prompt without the window.
 
         Returns:
             (2, Hq, prefix) bool, in the order of `SELECTIONS`.
@@ -445,10 +471,9 @@ class HitRate(ReadingStudy):
         )
 
     def table(self, rows: Sequence[Row]) -> Table:
-        """Return a table with the mean hit rates of all layers.
-
-        In layers with few important positions a rate says little, so it has little weight in the
-        weighted mean.
+        """Return a table with the mean hit rates over all layers, and with means in which a layer
+        has the weight of its number of important positions, because a rate says little in layers
+        with few of them.
         """
         rates = ("hit_rate", "important"), ("hit_rate_beyond_sinks", "important_beyond_sinks")
 
@@ -488,9 +513,12 @@ class HitRate(ReadingStudy):
 
 
 def _hit_rate(hit: "Tensor", important: "Tensor") -> float | None:
-    """Return the hit rate (Eq. 8), or None if there are no important positions.
+    """Return the share of important positions that were selected (Eq. 8), from 0 to 1, or None if
+    there are no important positions.
 
-    Both arguments are (P,) counts per position.
+    Args:
+        hit: (P,) int64, how often each position is important and selected.
+        important: (P,) int64, how often each position is important.
     """
     total = int(important.sum())
     return int(hit.sum()) / total if total else None
@@ -566,7 +594,7 @@ class Overlap(ReadingStudy):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or no position would be kept.
+            InvalidArgumentError: a number is out of range, or no position would be kept.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
@@ -590,10 +618,16 @@ class Overlap(ReadingStudy):
         return self.prompt_windows * self.window_tokens + self.answer_tokens
 
     def measure_layer(self, layer: "PromptLayer", prompt_tokens: int) -> LayerNumbers:
-        """Return the two overlaps of every window in one layer of the model, from 0 to 1.
+        """Measure the two overlaps of every window in one layer.
 
-        The keys are "prompt" or "answer" and the number of the window. Windows of the prompt count
-        from ``-prompt_windows`` to -1, and those of the answer from 1.
+        Args:
+            layer: the layer with the states of prompt and answer.
+            prompt_tokens: the length of the prompt.
+
+        Returns:
+            "overlap" and "overlap_of_common", from 0 to 1, by "prompt" or "answer" and the number
+            of the window. Windows of the prompt count from ``-prompt_windows`` to -1, and those of
+            the answer from 1.
         """
         import torch
 
@@ -675,8 +709,8 @@ class Instructions(ReadingStudy):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, there are fewer than two questions, or no
-                position would be kept.
+            InvalidArgumentError: a number is out of range, there are fewer than two questions, or
+                no position would be kept.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
@@ -700,10 +734,18 @@ class Instructions(ReadingStudy):
     def measure_step(
         self, loaded: "LoadedModel", step: ReadingStep, readings: Sequence[Reading]
     ) -> list[Row]:
-        """Return a row for each layer and each pair of questions.
+        """Compare the positions that questions about one document select, for each layer and each
+        pair of questions. Pairs of a question with itself are included; their overlap is 1, and
+        that of the halves is the largest that can be expected.
 
-        Pairs of a question with itself are included; their overlap is 1, and that of the halves is
-        the largest that can be expected.
+        Args:
+            loaded: the model, which reads every prompt and answer again.
+            step: the step.
+            readings: one for each question.
+
+        Returns:
+            A row for each layer and pair, with "compared", "questions", "layer", "overlap" and
+            "overlap_of_halves", both from 0 to 1.
         """
         from snapkv_app.observing import observed
         from snapkv_lab.study.measures import overlap_share
@@ -772,10 +814,7 @@ class Instructions(ReadingStudy):
 
 
 def count_common_tokens(texts: Sequence[Sequence[int]]) -> int:
-    """Return the number of tokens at the beginning that all texts have in common.
-
-    There must be at least one text.
-    """
+    """Return the number of tokens at the beginning that all texts, at least one, have in common."""
     shortest = min(map(len, texts))
     together = zip(*texts, strict=False)
     return next((i for i, tokens in enumerate(together) if len(set(tokens)) > 1), shortest)

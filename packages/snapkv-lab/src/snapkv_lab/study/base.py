@@ -72,16 +72,17 @@ class Study(ABC):
         """
 
     def settings(self, loaded: "LoadedModel") -> Row:
-        """Return all settings that the rows depend on, except the text of the documents."""
+        """Return all settings that the rows depend on, except the text of the documents: a
+        dictionary for JSON with "study", "model" and the versions of the software.
+        """
         from snapkv_lab.measure.environment import software_versions
 
         study: Row = json.loads(json.dumps({"name": self.name, **asdict(self)}))
         return {"study": study, "model": loaded.description(), **software_versions()}
 
     def fingerprint(self, loaded: "LoadedModel") -> str:
-        """Return a short hash of the study's settings, the model and the versions of the software.
-
-        It is used as the name of a folder of results.
+        """Return a hash of the study's settings, the model and the versions of the software: 8
+        hexadecimal digits, which are part of the name of the default folder.
         """
         return short_hash(self.settings(loaded))
 
@@ -114,10 +115,15 @@ def group_by_label(rows: Iterable[Row], by: str, label: str = "{}") -> dict[str,
 
 
 def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
-    """Return the mean, the lowest and the highest value of a number as text, such as "0.52 (0.31
-    to 0.70)".
+    """Return the mean, the lowest and the highest value of a number over all layers as text, such
+    as "0.52 (0.31 to 0.70)".
 
-    There is one row per layer. Values that are None are left out; without any other, return "-".
+    Args:
+        rows: one row per layer. Rows in which the number is None are left out.
+        name: the field of the number.
+
+    Returns:
+        The text, or "-" if no row has a number.
     """
     values = [row[name] for row in rows if row[name] is not None]
     if not values:
@@ -126,14 +132,15 @@ def format_range_over_layers(rows: Sequence[Row], name: str) -> str:
 
 
 def format_weighted_mean(rows: Sequence[Row], name: str, weight: str) -> str:
-    """Return the weighted mean of a number over all layers as text.
-
-    Rows in which the number is None are left out. If no weight is left, return "-".
+    """Return the weighted mean of a number over all layers as text with two digits after the point.
 
     Args:
-        rows: one row per layer.
+        rows: one row per layer. Rows in which the number is None are left out.
         name: the field of the number.
         weight: the field of its weight.
+
+    Returns:
+        The text, or "-" if the weights are 0 or no row has a number.
     """
     known_rows = [row for row in rows if row[name] is not None]
     total = sum(row[weight] for row in known_rows)

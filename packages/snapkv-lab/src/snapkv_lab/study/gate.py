@@ -72,8 +72,8 @@ class FitGate(Study):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: there are fewer than two texts of each kind, or a length is too
-                small.
+            InvalidArgumentError: there are fewer than two texts of each kind, there is no length,
+                or a number is out of range.
             InvalidTypeError: a number is not an integer.
         """
         require_at_least("texts", self.texts, 2 * len(KINDS))
@@ -165,7 +165,9 @@ class Regression:
     def add(self, layers: "Sequence[PromptLayer]") -> None:
         """Add the tokens of a text to the regression.
 
-        `layers` are all layers of the model in order, as `read_layers_twice` returns them.
+        Args:
+            layers: all layers of the model in order, as `read_layers_twice` returns them. All texts
+                must have been read by the same model.
         """
         for depth, layer in enumerate(layers):
             looked_at, scores = _examples(layer)
@@ -181,10 +183,9 @@ class Regression:
     def weights(self) -> "Tensor":
         """Compute the weights of the regression. At least one text must have been added.
 
-        The constant is last and is not shrunk.
-
         Returns:
-            (layers, heads, features) float64.
+            (layers, heads, features) float64. The last feature is the constant, whose weight is not
+            shrunk.
         """
         import torch
 
@@ -206,10 +207,12 @@ class Regression:
 
 
 def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[PromptLayer]":
-    """Read a text twice and return the states of all layers, with the scores of KVzip+.
+    """Let the model read a text twice, and return the states of all layers with the scores of
+    KVzip+, which are the field `received` of each layer.
 
-    The scores are the field `received` of each layer. The text must have more tokens than `SINKS`
-    and `LAST` together.
+    Args:
+        loaded: the model and its tokenizer.
+        ids: the token ids of the text, more than `SINKS` and `LAST` together.
     """
     import torch
 
@@ -228,12 +231,14 @@ def read_layers_twice(loaded: "LoadedModel", ids: Sequence[int]) -> "list[Prompt
 
 
 def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
-    """Return the features and the logarithms of the scores of the tokens in a layer.
+    """Return the features and the logarithms of the scores of the tokens in a layer, from which the
+    regression learns. The first `SINKS` and the last `LAST` tokens are left out.
 
-    The first `SINKS` and the last `LAST` tokens are left out.
+    Args:
+        layer: a layer that `read_layers_twice` has returned, which has scores.
 
     Returns:
-        (H, N, features) and (H, N), both float64.
+        (H, N, features) and (H, N), both float64, for the H KV heads and the N remaining tokens.
     """
     from snapkv.policies.gate import features
 
@@ -244,11 +249,17 @@ def _examples(layer: "PromptLayer") -> tuple["Tensor", "Tensor"]:
 
 
 def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list[Row]:
-    """Return a row for each layer with the agreement between the gate and the scores of KVzip+.
+    """Measure how well a gate agrees with the scores of KVzip+ on one text.
 
-    Both numbers are means over the heads: "correlation" of the ranks, from -1 to 1, and
-    "best_quarter", the share of the best quarter of the tokens by KVzip+ that is also in the best
-    quarter by the gate.
+    Args:
+        gate: the gate.
+        kind: the kind of the text.
+        layers: all layers, as `read_layers_twice` returns them.
+
+    Returns:
+        A row for each layer with "layer", "kind", "tokens", "correlation" and "best_quarter". Both
+        are means over the heads: the correlation of the ranks, from -1 to 1, and the share of the
+        best quarter of the tokens by KVzip+ that is also in the best quarter by the gate.
     """
     import torch
 
@@ -276,7 +287,7 @@ def _agreement(gate: "Gate", kind: str, layers: "Sequence[PromptLayer]") -> list
 
 
 def _part(text: str, draw: random.Random, characters: int = 6000) -> str:
-    """Return a random part of a text with `characters` characters, or all of a shorter text."""
+    """Return a random part of a text with `characters` characters, or a shorter text whole."""
     start = draw.randrange(max(1, len(text) - characters))
     return text[start : start + characters]
 

@@ -62,10 +62,16 @@ class CutDocuments(NamedTuple):
 
 
 def cut_documents(tokenizer: Any, texts: Sequence[tuple[str, str]], tokens: int) -> CutDocuments:
-    """Return all documents, cut to the same number of tokens.
+    """Cut all documents to the same number of tokens.
 
-    The number is `tokens`, or the length of the shortest document if that is less. A text may have
-    one more token when it is tokenized again.
+    Args:
+        tokenizer: the tokenizer of the model.
+        texts: the name and the text of each document, at least one.
+        tokens: the wanted number; the length of the shortest document is taken if it is less.
+
+    Returns:
+        The documents with their common length. A text may have one more token when it is tokenized
+        again.
 
     Raises:
         InvalidArgumentError: a document is shorter than `LEAST_TOKENS`.

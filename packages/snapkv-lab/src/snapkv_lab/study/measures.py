@@ -86,9 +86,14 @@ def important_and_hit(
 
 
 def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Return the mean attention of the queries in [start, stop) to the first tokens.
+    """Return the mean attention of the queries in [start, stop) to each of the first `tokens`
+    tokens.
 
-    The layer must have the queries of these positions.
+    Args:
+        layer: the layer, which must have the queries of these positions.
+        start: the position of the first query in the text.
+        stop: the position after the last query.
+        tokens: the number of first tokens in the result.
 
     Returns:
         (Hq, tokens) float32, with zeros for tokens from `stop` on.
@@ -100,9 +105,14 @@ def mean_attention(layer: PromptLayer, start: int, stop: int, tokens: int) -> Te
 
 
 def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) -> Tensor:
-    """Return the sums of the attention of every other query in [start, stop), and of the rest.
+    """Return the sum of the attention of every other query in [start, stop), and the sum of the
+    rest.
 
-    The layer must have the queries of these positions, and `tokens` must be at most `start`.
+    Args:
+        layer: the layer, which must have the queries of these positions.
+        start: the position of the first query in the text.
+        stop: the position after the last query.
+        tokens: the number of first tokens in the result, at most `start`.
 
     Returns:
         (2, Hq, tokens) float32: from the queries at even places after `start`, and at odd places.
@@ -115,9 +125,11 @@ def attention_of_halves(layer: PromptLayer, start: int, stop: int, tokens: int) 
 
 
 def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[Tensor]:
-    """Yield the attention weights of the queries in [start, stop), a few queries at a time.
+    """Yield the attention weights of the queries in [start, stop) to the first `tokens` tokens, a
+    few queries at a time.
 
-    Each block is (Hq, up to 64 queries, tokens) and has the weights of the first tokens.
+    Each block is (Hq, up to 64 queries, tokens). The layer must have the queries of these
+    positions.
     """
     for block in range(start, stop, _BLOCK_TOKENS):
         part = layer_between(layer, block, min(block + _BLOCK_TOKENS, stop))
@@ -126,12 +138,11 @@ def _blocks(layer: PromptLayer, start: int, stop: int, tokens: int) -> Iterator[
 
 
 def most_attended(attention: Tensor, keep_tokens: int) -> Tensor:
-    """Return the `keep_tokens` positions that receive the most attention from each head (Eq. 3).
-
+    """Return a mask that marks the positions that receive the most attention in each head (Eq. 3).
     Of equal positions the lower one wins.
 
     Args:
-        attention: (Hq, P).
+        attention: (Hq, P), the attention to P positions.
         keep_tokens: how many positions are selected for each head, at most P.
 
     Returns:

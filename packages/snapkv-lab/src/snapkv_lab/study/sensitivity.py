@@ -178,9 +178,15 @@ class Sensitivity(Study):
 
 
 def _combine_cells(cells: Sequence[Row]) -> Row:
-    """Return one row with the settings of a method and its mean score over all depths.
+    """Return one row with the settings of a method and its mean score over all samples of its
+    cells.
 
-    The score is None if no sample was answered.
+    Args:
+        cells: the rows of one method, as `summarise` makes them, at least one.
+
+    Returns:
+        A row with "method", "window_size", "kernel_size", "pooling", "score" (from 0 to 1; None if
+        no sample was answered) and "samples". Settings that the method does not have are None.
     """
     policy, samples = cells[0]["policy"], sum(cell["samples"] for cell in cells)
     right = sum(cell["score"] * cell["samples"] for cell in cells if cell["samples"])

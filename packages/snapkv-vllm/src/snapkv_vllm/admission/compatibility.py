@@ -113,10 +113,12 @@ def _typed(part: str, name: str) -> str:
 
 
 def require_compatible(**parts: Unpack[Parts]) -> None:
-    """Check that the given parts contain no option that conflicts with another one. The first
-    conflict in the order of `ROWS` is reported.
+    """Check that no two of the given settings, options and fields conflict with each other. The
+    first conflict in the order of `ROWS` is reported.
 
-    Rows of the table that need a part which is not given are skipped.
+    Args:
+        parts: the objects to look in, by the keys of `Parts`. Rows of the table that need another
+            one are skipped.
 
     Raises:
         UnsupportedModelError: the engine cannot serve with these settings.
@@ -151,7 +153,7 @@ def _too_parallel(config: Any) -> object:
 
 
 def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
-    """Return the option that a model has a property.
+    """Build an `Option` of the table of conflicts that is set if the model has a property.
 
     Args:
         attribute: the name of the property in vLLM's configuration of the model.
@@ -162,8 +164,8 @@ def _of_model(attribute: str, words: str, argument: str = "model") -> Option:
 
 
 def _several(argument: str, attribute: str = "") -> Option:
-    """Return the option that a number of processes is above 1. A version of vLLM without this
-    number counts as 1.
+    """Build an `Option` of the table of conflicts that is set if a number of processes is above 1.
+    A version of vLLM without this number counts as 1.
 
     Args:
         argument: the name of vLLM's argument.
@@ -178,7 +180,9 @@ def _several(argument: str, attribute: str = "") -> Option:
 
 
 def _other_format(names: tuple[str, ...]) -> Option:
-    """Return the option that the KV cache has a format which is not one of `names`."""
+    """Build an `Option` of the table of conflicts that is set if the KV cache has another format
+    than those in `names`, which are vLLM's names of formats.
+    """
 
     def find(config: Any) -> object:
         name = config.cache_config.cache_dtype
@@ -242,7 +246,9 @@ WITHOUT_SESSIONS = Case("settings", "on a server without sessions", lambda s: no
 
 
 def _first_own(extra_args: Mapping[Any, Any]) -> object:
-    """Return the first name of a setting of this package, or None if the request has none."""
+    """Return the first name in the settings of a request that begins with "snapkv_", or None if
+    there is none.
+    """
     own = (name for name in extra_args if isinstance(name, str) and name.startswith(PREFIX))
     return next(own, None)
 

@@ -143,7 +143,7 @@ class Limits(ConfigEntry):
 
     def _eviction_policy(self, kept_tokens: int) -> EvictingPolicy:
         """Build the method that evicts tokens from an answer, so that `kept_tokens` tokens are
-        left.
+        left. `decode_policy` names the method.
 
         Raises:
             RefusedError: `kept_tokens` is less than the method needs.

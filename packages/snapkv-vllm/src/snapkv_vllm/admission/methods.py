@@ -48,10 +48,11 @@ _UNSERVABLE = {"budget", "keep_ratio", "recent", "policy"}
 
 
 def parameter_names(method: str) -> list[str]:
-    """Return the names of the parameters that a method has on a server, in order. These are all
-    parameters except the budget and a method inside it.
+    """Return the names of the parameters that a method has on a server, in order: all of its
+    parameters except its budget.
 
-    They include those of the method inside it that computes the scores.
+    If the method wraps another one that computes the scores, the parameters of that one are
+    included.
 
     Args:
         method: a key of `METHODS`.
@@ -139,16 +140,21 @@ class WithSpans(Policy):
 
     def select(self, layer: PromptLayer) -> Selection:
         """Select the tokens that are kept of a prompt, if no tokens of the prompt were dropped
-        before. Slots are then positions.
+        before, so that slots are positions.
+
+        Returns:
+            A selection of slots of `layer`. It is never None, even if all slots are kept.
         """
         return self.select_with_positions(layer, _slot_positions(layer))
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor) -> Selection:
-        """Select the tokens that are kept of a prompt, if some of its tokens were dropped before.
+        """Select the tokens that are kept of a prompt, if some of its tokens may have been dropped
+        before.
 
         Args:
             layer: the stored tokens.
-            positions: (rows, 1 or H, S) int64, the position of the token in each slot.
+            positions: (rows, 1 or H, S) int64, the position in the prompt of the token in each of
+                the S slots.
 
         Returns:
             A selection of slots of `layer`. It is never None, even if all slots are kept.
@@ -191,10 +197,12 @@ def _slot_positions(layer: PromptLayer) -> Tensor:
 
 
 def _kept_mask(policy: Policy, layer: PromptLayer) -> Tensor:
-    """Return a mask that marks the tokens that the method keeps.
+    """Return a mask that marks the slots whose tokens the method keeps.
 
     Returns:
-        A Boolean tensor of shape (rows, H or 1, S).
+        A Boolean tensor of shape (rows, H or 1, S), for the rows and the S slots of `layer`; True
+        for a kept token. With a second size of 1, all heads keep the same tokens. If `select` of
+        the method returns None, every token is kept.
     """
     selection, slots = policy.select(layer), layer.keys.shape[2]
     if selection is None:

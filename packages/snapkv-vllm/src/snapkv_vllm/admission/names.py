@@ -147,6 +147,10 @@ def require_readable(name: str, value: Any) -> None:
     """Check that a value is short enough to be printed in an error message: at most `MAX_SHOWN`
     entries or characters, and at most twice as many characters when printed.
 
+    Args:
+        name: the name of the setting, for the error.
+        value: any value that JSON can have.
+
     Raises:
         InvalidTypeError: the value is None.
         RefusedError: the value is longer than any setting may be, or nested too deeply to be
@@ -208,12 +212,12 @@ def require_few_names(argument: str, fields: Mapping[Any, Any]) -> None:
 
 
 def own_settings(extra_args: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the settings of a request that belong to this package in a new dictionary, by their
-    names without the prefix. Their values are not checked, and names with the prefix may be
-    unknown.
+    """Return the settings of a request that belong to this package, in a new dictionary, by their
+    names without the prefix "snapkv_". Neither the names after the prefix nor the values are
+    checked.
 
     Args:
-        extra_args: those of the request. Settings of other software are ignored.
+        extra_args: all settings of the request. Those of other software are ignored.
 
     Raises:
         RefusedError: there are too many names, or a setting is written without its prefix or with a

@@ -64,7 +64,7 @@ class Selector:
         are protected by the method itself.
 
         Returns:
-            (layers, 1, S) bool; None if `protect_first` is 0.
+            (layers, 1, S) bool for the S slots of `layer`; None if `protect_first` is 0.
         """
         if not self.protect_first:
             return None
@@ -84,13 +84,16 @@ class TurnSelector(PromptSelector):
     """
 
     def select_with_positions(self, layer: PromptLayer, positions: Tensor | None) -> Tensor | None:
-        """Select the tokens of the request that are kept, in the form that `select` returns, which
-        are slots and not positions.
+        """Select the tokens of the request that are kept, and return their slots, not their
+        positions.
 
         Args:
             layer: the stored keys and the recorded queries of some layers, as rows of a batch.
-            positions: (layers, 1 or H, S), the position of the token in each slot; None if slots
-                are positions. Only a method with spans uses them.
+            positions: (layers, 1 or H, S) int64, the position of the token in each of the S slots;
+                None if slots are positions. Only a method with spans uses them.
+
+        Returns:
+            (layers, H or 1, K) int64, as `select` returns them; None if all tokens are kept.
         """
         policy = self.policy
         if positions is None or not isinstance(policy, WithSpans):
@@ -114,8 +117,13 @@ class AnswerSelector(Selector):
         return self.queries
 
     def select(self, layer: PromptLayer) -> Tensor | None:
-        """Select the tokens that are kept, in the form that `Selector.select` returns. The result
-        is never None.
+        """Select the tokens that are kept while an answer is generated.
+
+        Args:
+            layer: the stored keys and the recorded queries of some layers, as rows of a batch.
+
+        Returns:
+            (layers, H or 1, K) int64 slots in ascending order. The result is never None.
         """
         step = DecodeStep(
             queries=layer.queries,
@@ -372,7 +380,8 @@ class PromptPlan:
 
     def unused_block_tokens(self, block_tokens: int) -> int:
         """Return the largest number of slots in its blocks that the request cannot use, because its
-        heads keep different numbers of tokens; 0 if they keep the same number.
+        heads keep different numbers of tokens: one less than `block_tokens`, the size of a block.
+        It is 0 if all heads keep the same number.
         """
         is_ragged = self.policy is not None and self.policy.per_head_budget
         return block_tokens - 1 if is_ragged else 0
@@ -404,7 +413,8 @@ class TurnPlan(PromptPlan):
         return 0 if self.prefix_tokens else super().reusable_tokens
 
     def max_held(self, tokens: int) -> int:
-        """Return the largest number of tokens that the request stores at any time, until it has
-        computed `tokens` tokens. If it begins with a history, its own compression is not counted.
+        """Return the largest number of tokens per head that the request stores at any time, until
+        it has computed `tokens` tokens. If it begins with a history, its own compression is not
+        counted.
         """
         return tokens - self.dropped_tokens if self.prefix_tokens else super().max_held(tokens)

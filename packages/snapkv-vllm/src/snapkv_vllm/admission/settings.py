@@ -231,10 +231,12 @@ class ServingSettings:
 
     def protected_spans_of(self, extra_args: Mapping[str, Any], prompt_tokens: int) -> Spans:
         """Return the spans of the prompt that a request keeps whatever the votes: those that it
-        protects, and its `protect_first` tokens.
+        protects, and its `protect_first` tokens. With a budget of 0 these are all tokens that it
+        neither drops nor compresses.
 
-        With a budget of 0 these are all tokens that it neither drops nor compresses. The settings
-        must have been checked by `plan_request`.
+        Args:
+            extra_args: the settings of the request, which must have been checked by `plan_request`.
+            prompt_tokens: the length of the prompt.
         """
         requested = own_settings(extra_args)
         spans = _pop_spans(requested)
@@ -375,8 +377,9 @@ class ServingSettings:
         """Return a new dictionary with the parameters of the server, in which those of the request
         replace them.
 
-        If the request sets another pooling, the server's parameter of the former pooling is left
-        out.
+        Args:
+            own: the parameters of the request, by name. If it sets another pooling, the server's
+                parameter of the former pooling, "kernel_size" or "decay", is left out.
         """
         parameters = dict(self.parameters)
         if "pooling" in own:
@@ -522,8 +525,8 @@ def _require_at_most(name: str, size: int, cap_name: str, cap: int) -> None:
 
 
 def _ample_budget(parameters: Mapping[str, Any]) -> int:
-    """Return a budget that is large enough for every window and all sinks, so that other parameters
-    can be checked.
+    """Return a budget that is large enough for the windows and sinks in `parameters`, so that their
+    values can be checked without the real budget.
     """
     return DEFAULT_BUDGET + sum(abs(size) for size in parameters.values() if isinstance(size, int))
 

@@ -102,8 +102,8 @@ def _parse_body(text: bytes) -> object:
 
 
 def _is_deeper(body: Any, most: int) -> bool:
-    """Whether more than `most` lists and objects are nested inside each other, the body itself
-    included.
+    """Whether more than `most` lists and objects are nested inside each other, including `body`
+    itself, which is any value that `json.loads` returns.
     """
     nests = (dict, list)  # `json.loads` returns exactly these types
     level = [body] if type(body) in nests else []
@@ -181,8 +181,15 @@ def _find_session(body: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def _session_in_hint(hint: object) -> Any:
-    """Return the name of the session in the field `agent_hint` of a body, or None if it has none.
-    The name is not checked and may be any JSON value.
+    """Return the name of the session in the field `agent_hint` of a body, which is not checked and
+    may be any JSON value.
+
+    Args:
+        hint: the value of the field; None if the body does not have it.
+
+    Returns:
+        The name; None if there is no hint, or if the name in it is null. An empty object is
+        returned itself, which the check of names then refuses.
 
     Raises:
         RefusedError: the hint is no object, or has a field other than `session_id`.

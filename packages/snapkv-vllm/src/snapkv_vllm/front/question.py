@@ -86,8 +86,9 @@ def _token_bytes(vocabulary: Sequence[bytes], ids: Sequence[int]) -> list[bytes]
 
 @functools.cache
 def _vocabulary(tokenizer: Any) -> Sequence[bytes]:
-    """Return the bytes that every token of the vocabulary stands for, by its id. They are empty if
-    they are not known.
+    """Return the bytes that every token of the vocabulary stands for, by its id, so that the result
+    is as long as the largest id plus 1. They are empty for a token whose bytes are not known and
+    for an unused id. The result is cached.
     """
     from tokenizers.decoders import ByteLevel
 

@@ -88,8 +88,13 @@ class _Resolver:
         return made
 
     async def _resolve_completion(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
-        """Return the settings of a request for a completion if it has spans, otherwise None. The
-        result is also None if vLLM has answered with an error.
+        """Return the settings to store in a request for a completion: its own settings if it has
+        spans, otherwise None. The result is also None if vLLM has answered with an error.
+
+        Args:
+            request: vLLM's request, which is not used.
+            made: what vLLM has rendered from it.
+            extra_args: the settings of the request.
 
         Raises:
             RefusedError: there are spans and several prompts.
@@ -102,9 +107,15 @@ class _Resolver:
         return extra_args
 
     async def _resolve_chat(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
-        """Return the settings of a chat with the number of voters, if the question decides it, or
-        the settings themselves if there are spans. Otherwise the result is None, also if vLLM has
-        answered with an error.
+        """Return the settings to store in a chat request: a copy of its own settings with the
+        number of voters, if the question decides this number. Otherwise they are its own settings
+        if it has spans, and None if it has none. The result is also None if vLLM has answered with
+        an error.
+
+        Args:
+            request: vLLM's request, whose messages are searched for the question.
+            made: what vLLM has rendered from it.
+            extra_args: the settings of the request.
         """
         if not isinstance(made, tuple):
             return None
@@ -112,8 +123,14 @@ class _Resolver:
         return found or (extra_args if SPANS_FIELD in extra_args else None)
 
     async def _resolve_responses(self, request: Any, made: Any, extra_args: dict[str, Any]) -> Any:
-        """Return the settings of a request to ``/v1/responses`` with the number of voters, or None
-        if the question does not decide it or vLLM has answered with an error.
+        """Return the settings to store in a request to ``/v1/responses``: a copy of its own
+        settings with the number of voters. The result is None if the question does not decide this
+        number, and None or an empty list if vLLM has rendered no messages, as after an error.
+
+        Args:
+            request: vLLM's request, which is not used.
+            made: what vLLM has rendered from it, with its messages.
+            extra_args: the settings of the request.
         """
         messages = getattr(made, "messages", None)
         return messages and await self._add_voters(messages, made, extra_args)
@@ -153,8 +170,16 @@ class _Resolver:
 
 
 def _question_tokens(messages: Sequence[Any], made: Any, tokenizer: Any) -> int | None:
-    """Count the last tokens of a prompt from the beginning of the question; see
-    `count_question_tokens`. The result is also None for a prompt without text or token ids.
+    """Count the last tokens of a chat's prompt, from the beginning of the question.
+
+    Args:
+        messages: the messages of the chat.
+        made: what vLLM has rendered from them, for one prompt.
+        tokenizer: the tokenizer of the model.
+
+    Returns:
+        The number of tokens; None for a prompt without text or token ids, and if
+        `count_question_tokens` returns None.
     """
     (inputs,) = _engine_inputs(made)
     text, ids = inputs.get("prompt"), inputs.get("prompt_token_ids")

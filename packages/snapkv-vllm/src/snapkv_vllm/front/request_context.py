@@ -59,8 +59,8 @@ def current_context() -> RequestContext:
 
 @contextmanager
 def record_refusals() -> Iterator[None]:
-    """Record in the current context why a request is refused, if the ``with`` block raises a
-    `SnapKVError`. The error is raised again.
+    """If the ``with`` block raises a `SnapKVError`, record in the current context why the request
+    is refused, and raise the error again.
     """
     try:
         yield
@@ -126,8 +126,12 @@ def add_tenant(name: str) -> str:
 
 
 def _add_tenant_salt(prompt: Any) -> Any:
-    """Return a copy of a prompt whose cache salt contains the current tenant, so that it reuses no
-    blocks of another tenant. On a server without API keys the prompt itself is returned.
+    """Return a copy of a prompt whose cache salt depends on the current tenant, so that it reuses
+    no blocks of another tenant. On a server without API keys the prompt itself is returned.
+
+    Args:
+        prompt: vLLM's input for the engine, a mapping. The new salt is a SHA-256 hash of the tenant
+            and the "cache_salt" that the prompt has, if any.
     """
     if current_context().tenant == SHARED_TENANT:
         return prompt

@@ -33,10 +33,10 @@ class Route(APIRoute):
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
-            """Call the handler of the route.
+            """Call the handler of the route, and return its response.
 
             Raises:
-                HTTPException: the handler has raised a `SnapKVError`.
+                HTTPException: the handler has raised a `SnapKVError`, which decides the status.
             """
             try:
                 return await handle(request)

@@ -85,4 +85,7 @@ def _first_event(body: bytes) -> Any:
 
 
 def _is_error(event: Any) -> bool:
+    """Whether the first event of a stream, parsed as JSON, is an object with an "error" that is an
+    object.
+    """
     return isinstance(event, dict) and isinstance(event.get("error"), dict)

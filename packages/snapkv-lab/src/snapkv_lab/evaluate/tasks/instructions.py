@@ -63,8 +63,11 @@ class Instructions(HaystackTask):
     def __post_init__(self) -> None:
         """Check the settings, and read the haystack now, so that a missing folder is refused early.
 
+        A warning about each file of the folder that is not read is written to standard error.
+
         Raises:
-            InvalidArgumentError: a number is too small.
+            InvalidArgumentError: a number is too small or too large, or `lengths` is empty. A
+                length must be at least 300.
             InvalidTypeError: a number is not an integer.
             DocumentError: the haystack is missing or holds no text.
         """
@@ -115,7 +118,8 @@ class Instructions(HaystackTask):
         )
 
     def _text(self, tokenizer: Any, tokens: int, draw: random.Random) -> str:
-        """Return a part of the haystack with about the given number of tokens.
+        """Return a part of the haystack with at most the given number of tokens, and usually with
+        exactly this number.
 
         It begins at a random place. After the end of the haystack it continues at its beginning.
         """

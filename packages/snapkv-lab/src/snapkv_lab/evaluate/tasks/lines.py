@@ -68,7 +68,7 @@ class Lines(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or there is no length.
+            InvalidArgumentError: a number is out of range, or there is no length.
             InvalidTypeError: a number is not an integer.
         """
         self.require(positions=1, samples_each=1, examples=0, lengths=1)
@@ -96,10 +96,14 @@ class Lines(Task):
         """Return a sample whose record has `count` lines. Equal arguments give equal samples.
 
         Args:
-            length: the tokens of the sample's cell, which only names it.
+            length: the length that the sample's name and cell say; it does not change the number of
+                lines.
             position: the place of the asked line, in percent.
             index: the number of the sample in its cell.
             count: the number of lines, more than `examples`.
+
+        Raises:
+            InvalidArgumentError: there are not enough different names for so many lines.
         """
         name = f"{length}/{position}/{index}"
         draw = random.Random(f"{self.seed}/{name}")

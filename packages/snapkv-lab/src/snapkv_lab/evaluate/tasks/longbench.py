@@ -65,8 +65,8 @@ class LongBench(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a set is not known or not in LongBench-E, a number is too small,
-                or `code_similarity` is another word.
+            InvalidArgumentError: a set is not known or not in LongBench-E, a number is out of
+                range, or `code_similarity` is another word.
             InvalidTypeError: a number is not an integer.
         """
         if self.extended:
@@ -98,10 +98,11 @@ class LongBench(Task):
         return data_set.score(prediction, sample.references, classes, self.code_similarity)
 
     def published(self, model: str) -> dict[str, dict[str, float]]:
-        """Return the scores of the paper's Table 1 for the model, by method and data set.
+        """Return the scores of the paper's Table 1 for the model.
 
-        They are from 0 to 1. The dictionary is empty if the table does not have the model, and for
-        LongBench-E.
+        Returns:
+            A dict of the scores, from 0 to 1, by data set, for each name of a method. It is empty
+            if the table does not have the model, and for LongBench-E.
         """
         by_method = {} if self.extended else _PUBLISHED["published"].get(_model_key(model), {})
         return {
@@ -111,6 +112,11 @@ class LongBench(Task):
 
     def _samples(self, tokenizer: Any, data: Path, data_set: "DataSet") -> Iterator[Sample]:
         """Yield the samples of one data set, in the order of its file.
+
+        Args:
+            tokenizer: cuts prompts that are too long.
+            data: the archive, or the folder of the files.
+            data_set: the set.
 
         Raises:
             DocumentError: the file is missing or damaged, or a line has another form.
@@ -140,9 +146,10 @@ class LongBench(Task):
             )
 
     def _settings(self, tokenizer: Any, data_set: "DataSet") -> GenerationSettings:
-        """Return the generation settings for a data set.
+        """Return the settings with which answers are generated for a data set.
 
-        A summary of a dialogue (samsum) ends at a line break, which is not its first token.
+        A summary of a dialogue (samsum) ends at a line break, but has at least one token before it.
+        The tokenizer says which token that is.
         """
         settings = GenerationSettings(
             max_new_tokens=data_set.max_new_tokens, min_new_tokens=self.min_new_tokens
@@ -155,14 +162,15 @@ class LongBench(Task):
 
 
 def max_prompt_tokens(model: str, max_tokens: int | None) -> int | None:
-    """Return the maximum number of tokens in a prompt, or None if there is no limit.
+    """Return the largest number of tokens that a prompt for the model may have, or None if there is
+    no limit.
 
     It is the published number if there is one. Otherwise it is the number of the model's positions
     without room for the longest answer and a chat template, but at least a half of them.
 
     Args:
-        model: a hub id, or a folder with that name.
-        max_tokens: the positions of the model; None if they are not limited.
+        model: a hub id, or a folder; the last part of the name decides.
+        max_tokens: the number of positions of the model; None if they are not limited.
     """
     published: int | None = _PUBLISHED["max_prompt_tokens"].get(_model_key(model))
     if published is not None or max_tokens is None:
@@ -178,12 +186,12 @@ def _model_key(model: str) -> str:
 def cut_middle(
     tokenizer: Any, context: str, question: str, max_prompt_tokens: int
 ) -> tuple[str, str]:
-    """Return context and question of a prompt without its middle, if it is too long.
+    """Cut the middle out of a prompt that is too long, and return its context and its question.
 
-    Both are returned unchanged if they have at most `max_prompt_tokens` tokens. The beginning with
-    the instructions and the end with the question stay. The prompt is tokenized with special
-    tokens. The first and the last half of `max_prompt_tokens` are decoded and joined. If the
-    question alone is longer than a half, its beginning is cut off too.
+    Both are returned unchanged if they have at most `max_prompt_tokens` tokens together. Otherwise
+    the first and the last half of `max_prompt_tokens` tokens are decoded and joined, so the
+    beginning with the instructions and the end with the question stay. If the question alone is
+    longer than a half, its beginning is cut off too. The prompt is tokenized with special tokens.
     """
     ids = _encode(tokenizer, context + question)
     if len(ids) <= max_prompt_tokens:
@@ -251,9 +259,14 @@ class DataSet:
         classes: Sequence[str],
         code_similarity: metrics.CodeSimilarity,
     ) -> float:
-        """Return the best score over the right answers, from 0 to 1.
+        """Return the best score of an answer over all right answers, from 0 to 1, by the metric of
+        the data set.
 
-        For few-shot sets only the first line of the prediction counts.
+        Args:
+            prediction: the answer. For few-shot sets only its first line counts.
+            references: the right answers; without any the score is 0.
+            classes: the names of all classes, which only classification uses.
+            code_similarity: how lines of code are compared, which only sets with code use.
         """
         if self.category == "few-shot learning":
             prediction = metrics.first_line(prediction)
@@ -276,7 +289,12 @@ SETS = {name: DataSet(name=name, **own) for name, own in _PUBLISHED["sets"].item
 
 
 def choose_sets(names: Sequence[str], *, extended: bool) -> list[DataSet]:
-    """Return the named sets in the table's order, or all sets if there are no names.
+    """Return the data sets with the given names in the order of `SETS`, or all sets if there are no
+    names.
+
+    Args:
+        names: the names of the sets.
+        extended: whether only sets of LongBench-E are allowed.
 
     Raises:
         InvalidArgumentError: a set does not exist, or is not in LongBench-E.
@@ -371,7 +389,8 @@ def hub_archive() -> Path:
 
 
 def _lines(folder: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in the given folder, or in a folder ``data`` inside it.
+    """Return the lines of a file in the given folder, or else in a folder ``data`` inside it. Line
+    ends are removed.
 
     Raises:
         DocumentError: there is no such file.
@@ -383,7 +402,8 @@ def _lines(folder: Path, name: str) -> Iterable[bytes]:
 
 
 def _zipped_lines(archive: Path, name: str) -> Iterable[bytes]:
-    """Return the lines of a file in any folder of a ZIP archive.
+    """Return the lines of the first file with the given name in a ZIP archive, in whatever folder
+    of it. Line ends are removed.
 
     Raises:
         DocumentError: the archive is damaged, or has no such file.

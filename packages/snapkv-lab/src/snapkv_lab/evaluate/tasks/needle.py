@@ -78,8 +78,11 @@ class Needle(HaystackTask):
     def __post_init__(self) -> None:
         """Check the settings, and read the haystack now, so that a missing folder is refused early.
 
+        A warning about each file of the folder that is not read is written to standard error.
+
         Raises:
-            InvalidArgumentError: a number or a word is out of range.
+            InvalidArgumentError: a number or a word is out of range, or `lengths` is empty. A
+                length must be at least `buffer_tokens` + 100.
             InvalidTypeError: a number is not an integer.
             DocumentError: the haystack is missing or holds no text.
         """
@@ -147,7 +150,9 @@ class Needle(HaystackTask):
         )
 
     def _hidden(self, draw: random.Random) -> _Hidden:
-        """Draw a magic number for a city, or return the sentence about the sandwich."""
+        """Return the needle and the question about it: a magic number for a city, both drawn at
+        random, or the sentence about the sandwich, which is always the same.
+        """
         if self.variant == "sandwich":
             thing = "eat a sandwich and sit in Dolores Park on a sunny day."
             start = "The best thing to do in San Francisco is"
@@ -161,12 +166,11 @@ class Needle(HaystackTask):
 
 
 def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
-    """Return the given number of tokens from the beginning of the text.
-
-    The text is repeated if it is too short.
+    """Return the ids of the first `tokens` tokens of the text, without special tokens. The text is
+    repeated if it is too short.
 
     Raises:
-        InvalidArgumentError: `tokens` is below 1, or the tokenizer knows no part of the text.
+        InvalidArgumentError: `tokens` is below 1, or the tokenizer makes no token of the text.
     """
     if tokens < 1:
         raise wrong(
@@ -186,10 +190,18 @@ def _cut_beginning(tokenizer: Any, text: Haystack, tokens: int) -> list[int]:
 
 
 def _find_sentence_end(tokenizer: Any, ids: list[int], most: int) -> int:
-    """Return the number of tokens up to the last end of a sentence within the first `most`.
+    """Return how many of the first tokens end with the last sentence that is complete within the
+    first `most`.
 
-    If sentences only end after `most`, return 0. If the text has no end of a sentence, return
-    `most`.
+    Args:
+        tokenizer: decodes single tokens. A sentence ends with a token whose text ends with a mark
+            such as a full stop.
+        ids: all token ids of the text.
+        most: the largest result.
+
+    Returns:
+        The number of tokens. It is 0 if sentences only end after the first `most` tokens, and
+        `most` if the text has no end of a sentence.
     """
 
     def ended(place: int) -> bool:

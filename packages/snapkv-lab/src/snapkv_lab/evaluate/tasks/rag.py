@@ -73,7 +73,8 @@ class RagTask(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small.
+            InvalidArgumentError: a number is too small or too large, or `documents` is empty. The
+                smallest number of documents is `least_documents`.
             InvalidTypeError: a number is not an integer.
         """
         self.require(documents=self.least_documents, samples_each=1)
@@ -112,10 +113,11 @@ class RagCitation(RagTask):
     def _sample(self, index: PassageIndex, question: Question, documents: int) -> Sample:
         """Return the sample of a question among `documents` documents in random order.
 
-        The references are the numbers of the documents that answer it, in ascending order.
+        The references are the numbers of the documents that answer the question, in ascending
+        order. The order depends only on the seed, the number of documents and the question.
 
         Raises:
-            InvalidArgumentError: there are not so many documents.
+            InvalidArgumentError: the data set has fewer than `documents` documents.
         """
         name = f"{documents}/{question.name}"
         others = itertools.islice(nearest_passages(index, question), documents - len(question.gold))
@@ -249,7 +251,8 @@ class RagPipeline(PhraseTask):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or more documents are read than retrieved.
+            InvalidArgumentError: a number is out of range, or more documents are read than are
+                retrieved.
             InvalidTypeError: a number is not an integer.
         """
         super().__post_init__()
@@ -292,9 +295,8 @@ def _require_documents(documents: int, found: int) -> None:
 
 
 def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """Return `count` different questions in random order.
-
-    The seed decides which. With a larger count the list begins with the same questions.
+    """Return `count` different questions in random order, which the seed decides. With a larger
+    count the list begins with the same questions.
 
     Raises:
         InvalidArgumentError: there are fewer than `count` rows.
@@ -308,7 +310,7 @@ def draw_questions(rows: Sequence[Question], count: int, seed: int) -> list[Ques
 
 
 def nearest_passages(index: PassageIndex, question: Question) -> Iterator[Passage]:
-    """Yield passages without those that answer the question, the most relevant by BM25 first.
+    """Yield the passages that do not answer the question, the most relevant by BM25 first.
 
     Two paragraphs with the same title are different edits of one text, so passages with the title
     of an answering one are left out too.
@@ -334,7 +336,15 @@ def phrase_questions(questions: Iterable[Question]) -> list[Question]:
 def phrase_sample(
     name: str, cell: Cell, passages: Iterable[Passage], question: str, answers: tuple[str, ...]
 ) -> Sample:
-    """Return a sample for a question that can be answered by a phrase from the passages."""
+    """Return a sample for a question that can be answered by a phrase from the passages.
+
+    Args:
+        name: the name of the sample.
+        cell: the group to which it belongs.
+        passages: the documents in the prompt, in this order.
+        question: the question.
+        answers: the right answers, each of which is accepted.
+    """
     return Sample(
         name=name,
         cell=cell,
@@ -418,12 +428,11 @@ def read_rows(path: Path) -> list[Question]:
 
 
 def _parse_question(record: Row, path: Path, name: str) -> Question:
-    """Convert a record from the file to a question.
-
-    Documents that contain an answer without answering the question are left out.
+    """Convert a record from the file to a question. Documents that contain an answer without
+    answering the question are left out.
 
     Args:
-        record: the record, whose fields were checked.
+        record: the record, whose fields except those of the documents in "ctxs" were checked.
         path: the file, for error messages.
         name: the line, such as "line 3", which becomes the name of the question.
 

@@ -174,13 +174,13 @@ def _needles(
 def _phrase_needles(
     value: Kind, text: str, names: list[str], references: tuple[str, ...]
 ) -> Puzzle:
-    """Return the puzzle in the published words, in the singular if one value is asked for.
+    """Return the puzzle about hidden values, in the words of the official suite.
 
     Args:
         value: the kind of the hidden values.
         text: the text with the needles in it.
-        names: the keys that are asked for.
-        references: all values of these keys.
+        names: the keys that are asked for, at least one.
+        references: all values of these keys. If there is only one, the words are in the singular.
     """
     keys = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
     if len(references) == 1:
@@ -204,10 +204,15 @@ def _draw_text(kind: Kind, draw: random.Random) -> str:
 
 
 def _in_essay(wanted: PuzzleRequest, count: int, needles: list[str], draw: random.Random) -> str:
-    """Return a part of the essay with the needles between its sentences.
+    """Return a part of the essay with the needles between its sentences, at places drawn at random.
 
-    The part has `count` words and is repeated if necessary. The text is also split after
-    abbreviations, since the splits only say where a needle can be put.
+    The text is also split after abbreviations, since the splits only say where a needle can be put.
+
+    Args:
+        wanted: the request, which has the words of the essay.
+        count: how many words the part has without the needles. The essay is repeated if necessary.
+        needles: the sentences to insert, at most 40.
+        draw: the random generator.
     """
     times, rest = divmod(count, len(wanted.essay))
     text = " ".join([*wanted.essay * times, *wanted.essay[:rest]])
@@ -227,9 +232,13 @@ def _insert(texts: list[str], needles: list[str], places: list[int]) -> list[str
 
 
 def _variable_tracing(_: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """Return a puzzle with a chain of variable assignments that are hidden in noise.
+    """Return the puzzle of the task vt: a chain of variable assignments that is hidden in noise. A
+    solved example with shorter names comes first.
 
-    It is the task vt. An example with shorter names comes first.
+    Args:
+        _: the request, which is not used.
+        parts: how often the noise is repeated, at least 5 times.
+        draw: the random generator.
     """
     example = _chain(draw, _EXAMPLE_NOISES, letters=3)
     puzzle = _chain(draw, parts, letters=5)
@@ -268,10 +277,14 @@ def _chain(draw: random.Random, noises: int, *, letters: int) -> Puzzle:
 
 
 def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """Return a puzzle with a list in which ten words are more common than all others.
+    """Return the puzzle of the task cwe: a list in which ten words are more common than all others.
+    The prompt begins with a worked example, with its answers directly after the colon, as in the
+    official suite.
 
-    It is the task cwe. The prompt contains a worked example with its answers directly after the
-    colon, as in the official suite.
+    Args:
+        wanted: the request. Below a length of 4,096 tokens, words are repeated less often.
+        parts: how many different words the list has, at least 10.
+        draw: the random generator.
     """
     is_short = wanted.length < _SHORT
     example = _make_word_list(draw, 20, 3, 1) if is_short else _make_word_list(draw, 40, 10, 3)
@@ -280,9 +293,14 @@ def _common_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puz
 
 
 def _make_word_list(draw: random.Random, count: int, often: int, seldom: int) -> Puzzle:
-    """Return a puzzle with a numbered list of `count` different words in random order.
+    """Return a puzzle with a numbered list of different words in random order, ten of which are
+    more common than the others and are the answer.
 
-    Ten of them appear `often` times and are the answer. The others appear `seldom` times.
+    Args:
+        draw: the random generator.
+        count: how many different words the list has, at least 10.
+        often: how many times each of the ten words appears.
+        seldom: how many times each of the other words appears.
     """
     chosen = draw.sample(load_words("noun", "adjective", "verb"), count)
     common, others = chosen[:_COMMON], chosen[_COMMON:]
@@ -302,10 +320,14 @@ def _number_words(entries: Iterable[str]) -> str:
 
 
 def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
-    """Return a puzzle in which the frequency of a word depends on its rank.
+    """Return the puzzle of the task fwe: a text in which the frequency of a word falls with the
+    square of its rank. Dots are the most frequent, and the three words to find follow.
 
-    It is the task fwe: the frequency falls with the square of the rank. The text has about `parts`
-    words. Dots are the most frequent, before the three words to find.
+    Args:
+        wanted: the request. The number of different words is its length divided by 50, which must
+            be at least 4.
+        parts: about how many words the text has.
+        draw: the random generator.
     """
     coded = draw_distinct(
         lambda: "".join(draw.choices(string.ascii_lowercase, k=6)), wanted.length // 50
@@ -330,10 +352,12 @@ def _frequent_words(wanted: PuzzleRequest, parts: int, draw: random.Random) -> P
 
 
 def _question_answering(dataset: CorpusName) -> Generator:
-    """Return the generator of a task with questions about documents.
+    """Return the generator of a task with questions about documents, which is one of the tasks qa.
+    The questions are in the order of their file.
 
-    It is one of the tasks qa, with the questions in the order of their file. Each question follows
-    its own documents and `parts` others, and those that were collected for the question come first.
+    The text before a question has the documents that answer it and as many others as the puzzle has
+    parts, all in random order. The others are drawn from those that were collected for the
+    question, and from the rest only if these are too few.
     """
 
     def puzzle(wanted: PuzzleRequest, parts: int, draw: random.Random) -> Puzzle:
@@ -453,7 +477,7 @@ class Ruler(HaystackTask):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or a task is not known.
+            InvalidArgumentError: a number is out of range, or a task is not known.
             InvalidTypeError: a number is not an integer.
         """
         self.require(samples_each=1, lengths=1)
@@ -479,9 +503,14 @@ class Ruler(HaystackTask):
     def _cell(
         self, tokenizer: Any, task: str, length: int, essay: tuple[str, ...]
     ) -> Iterator[Sample]:
-        """Yield `samples_each` samples for one task and one length.
+        """Yield `samples_each` samples for one task and one length. Samples that do not fit into
+        the length are skipped and replaced by the next ones.
 
-        Samples that do not fit into the length are skipped and replaced by the next ones.
+        Args:
+            tokenizer: counts the tokens.
+            task: a key of `GENERATORS`.
+            length: the most tokens of prompt and answer together.
+            essay: the words of the haystack.
 
         Raises:
             InvalidArgumentError: more than 20 samples more were skipped than yielded, or the data

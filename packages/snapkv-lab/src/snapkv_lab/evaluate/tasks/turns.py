@@ -50,7 +50,7 @@ class Turns(Task):
         """Check the settings.
 
         Raises:
-            InvalidArgumentError: a number is too small, or there is no length.
+            InvalidArgumentError: a number is out of range, or there is no length.
             InvalidTypeError: a number is not an integer.
         """
         self.require(questions=1, samples_each=1, lengths=1)
@@ -77,9 +77,16 @@ class Turns(Task):
         return float(re.findall(r"\d+", prediction)[:1] == [sample.references[0]])
 
     def _conversation(self, name: str, length: int, count: int) -> Conversation:
-        """Return a conversation about a list with the given number of lines.
+        """Return a conversation about a list with the given number of lines. Equal arguments give
+        equal conversations.
 
-        Equal arguments give equal conversations.
+        Args:
+            name: the name of the conversation, which also decides what is drawn.
+            length: the length that the cells say; it does not change the number of lines.
+            count: the number of lines, at least `questions`.
+
+        Raises:
+            InvalidArgumentError: there are not enough different names for so many lines.
         """
         draw = random.Random(f"{self.seed}/{name}")
         keys = draw_distinct(lambda: draw_word_key(draw), count)
@@ -93,7 +100,14 @@ class Turns(Task):
         return Conversation(**vars(first) | {"context": context}, later=tuple(later))
 
     def _turn(self, name: str, cell: Cell, key: str, value: str) -> Sample:
-        """Return a single question of a conversation, without the text."""
+        """Return a single question of a conversation. Its context is empty.
+
+        Args:
+            name: the name of the sample.
+            cell: the group to which the sample belongs.
+            key: the name in the list that is asked for.
+            value: the number of this name, which is the right answer.
+        """
         cloze = "\n\nThe number of one of the names:\n\n"
         question = f"What is the number of {key}?"
         return Sample(
