@@ -152,7 +152,7 @@ def unpack(name: str, archive: zipfile.ZipFile, places: Iterable[str]) -> list[b
     if sum(archive.getinfo(place).file_size for place in places) > _MOST_UNPACKED:
         raise refused(
             f"expected at most {_MOST_UNPACKED >> 20} MiB of markup, but got more in {name}",
-            "Export it as text or PDF, or pass a part of it",
+            "Export it as text or PDF, or use a part of it",
         )
     return [archive.read(place) for place in places]
 

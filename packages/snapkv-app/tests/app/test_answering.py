@@ -103,7 +103,7 @@ def test_sampling_follows_the_seed_and_keeps_the_callers_random_state(tiny, prom
 
 @pytest.mark.parametrize("bad", [-0.1, 1e-5, float("nan"), float("inf")])
 def test_temperature_too_small_for_sampling_is_refused(bad):
-    with pytest.raises(InvalidArgumentError, match=r"0, or a finite number of at least 0\.001"):
+    with pytest.raises(InvalidArgumentError, match=r"0 or a finite number of at least 0\.001"):
         GenerationSettings(temperature=bad)
 
 

@@ -80,17 +80,17 @@ NAMED = "expected a text of 1 to 256 characters"
         ({"snapkv_spans": [], "vllm_xargs": "x"}, "vllm_xargs: expected a JSON object"),
         ({"session_id": "a", "vllm_xargs": {"snapkv_session": "a"}}, "snapkv_session: .* twice"),
         ({"session_id": "a", "agent_hint": {"session_id": "b"}}, "session_id: .* not the same"),
-        ({"agent_hint": "run"}, "agent_hint: expected a JSON object, got"),
+        ({"agent_hint": "run"}, "agent_hint: expected a JSON object, but got"),
         (
             {"agent_hint": {"session_id": "a", "parent": "b"}},
-            "only have the field session_id, got 'parent'",
+            "only have the field session_id, but got 'parent'",
         ),
         ({"agent_hint": {"session_id": 7}}, f"agent_hint: session_id: {NAMED}"),
         *(({"session_id": name}, f"session_id: {NAMED}") for name in (7, "", "a/" + "x" * 255)),
-        ({"agent_hints": {"session_id": "a"}}, "Write agent_hint"),
-        ({"agentHint": {"session_id": "a"}}, "Write agent_hint"),
-        ({"agent_hint": {"sesion_id": "a"}}, "only have the field session_id, got 'sesion_id'"),
-        ({"vllm_xarg": {"snapkv_budget": 64}}, "no field with this name. Write vllm_xargs"),
+        ({"agent_hints": {"session_id": "a"}}, "Use agent_hint"),
+        ({"agentHint": {"session_id": "a"}}, "Use agent_hint"),
+        ({"agent_hint": {"sesion_id": "a"}}, "only have the field session_id, but got 'sesion_id'"),
+        ({"vllm_xarg": {"snapkv_budget": 64}}, "no field with this name. Use vllm_xargs"),
     ],
     ids=str,
 )
@@ -101,7 +101,7 @@ def test_wrong_or_misspelled_session_and_spans_are_refused_by_name(body, words):
 
 
 def test_misspelled_session_is_refused_without_sessions():
-    with pytest.raises(SnapKVError, match="Write session_id"):
+    with pytest.raises(SnapKVError, match="Use session_id"):
         check_body(b'{"agent_hint": {"sesion_id": "a"}}', SETTINGS, "/v1/chat/completions")
 
 

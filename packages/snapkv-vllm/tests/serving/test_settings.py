@@ -123,7 +123,7 @@ def test_other_methods_keep_positions_and_accept_their_own_parameters():
         ({"parameters": {"group_reduce": "none"}}, "stored per KV head"),
         ({"parameters": {"keep_ratio": 0.5}}, "the method default has only"),
         ({"policy": "streaming-llm", "parameters": {"positions": "cache"}}, "not rotated"),
-        ({"policy": "streaming-llm", "budget": 3}, "expected start"),
+        ({"policy": "streaming-llm", "budget": 3}, "expected the sum of start"),
     ],
 )
 def test_settings_that_cannot_be_served_are_refused_at_the_start(given, words):
@@ -137,7 +137,7 @@ def test_settings_that_cannot_be_served_are_refused_at_the_start(given, words):
     [
         ({"snapkv_budget": "512"}, InvalidTypeError, "snapkv_budget: expected an integer"),
         ({"snapkv_budget": -5}, InvalidArgumentError, "at least 0"),
-        ({"snapkv_decay": None}, InvalidTypeError, "snapkv_decay: expected a value"),
+        ({"snapkv_decay": None}, InvalidTypeError, "snapkv_decay: the value must not be null"),
         ({"snapkv_budget": 8}, InvalidArgumentError, "window_size=32"),
         ({"snapkv_window_size": 0}, InvalidArgumentError, "window_size"),
         (

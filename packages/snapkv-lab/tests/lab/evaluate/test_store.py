@@ -35,7 +35,7 @@ def filled(folder, count=3):
 def test_folder_with_other_files_is_refused_and_left_unchanged(tmp_path):
     name = "notes.txt"
     (tmp_path / name).write_text("mine")
-    with pytest.raises(InvalidArgumentError, match=rf"results: .*the file '{name}', .*\. Choose"):
+    with pytest.raises(InvalidArgumentError, match=rf"results: .* holds '{name}', .*\. Choose"):
         Store(tmp_path, RUN)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
 
