@@ -20,7 +20,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.cache_argument import passed
 from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.hf.placement import device_of
-from snapkv.kvzip import read_as_wanted, require_one_reading
+from snapkv.kvzip import read_for_policy, require_one_reading
 from snapkv.policies import Policy
 from snapkv.storage.bits import Quantize
 from snapkv_app.draft_methods import DraftMethod
@@ -328,7 +328,7 @@ def continue_ids(
     explained = prompt_memory_explained(model, ids.shape[1])
     with explained, _seeded(settings.seed, device_of(model)), reading:
         if context_tokens is not None:
-            read_as_wanted(model, loaded.tokenizer, ids[:, :context_tokens], cache)
+            read_for_policy(model, loaded.tokenizer, ids[:, :context_tokens], cache)
             cache.expect_question(ids.shape[1] - context_tokens)
         with telling:
             output: Tensor = model.generate(

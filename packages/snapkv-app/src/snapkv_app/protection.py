@@ -192,4 +192,4 @@ def _require_fit(
         policy.require_protection(protected)
     first, *_ = costs or [TokenCost(full_bytes=1, block_bytes=1)]  # right for a share, unquantized
     layers, positions = max(2, len(costs)), torch.arange(tokens)
-    policy.require_room(layer_of_sizes(positions, protected, layers, token_cost=lambda: first))
+    policy.require_fit(layer_of_sizes(positions, protected, layers, token_cost=lambda: first))

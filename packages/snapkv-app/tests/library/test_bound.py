@@ -175,13 +175,13 @@ def test_no_file_is_opened_to_add_below_the_limit():
     assert room.admit(DocumentEntry("b", "b", None, 40)) == []
     assert room.admit(DocumentEntry("a", "a", None, 50)) == []
     assert room.too_many(10, "c") == []
-    with pytest.raises(AttributeError, match="asked_at"):
+    with pytest.raises(AttributeError, match="last_used_at"):
         room.too_many(11, "c")
 
 
 def test_least_recently_used_document_is_evicted_first():
     """One that nobody asked for counts from when it was written, and the last one stays."""
     asked, written = {"a": 5, "b": 3, "c": 9}, {"a": 1, "b": 2, "c": 3, "d": 4}
-    folder = SimpleNamespace(asked_at=asked.get, written_at=written.get)
+    folder = SimpleNamespace(last_used_at=asked.get, written_at=written.get)
     limit = SizeLimit(folder, [DocumentEntry(key, key, None, 10) for key in "abcd"], 10)
     assert [entry.key for entry in limit.too_many()] == ["b", "d", "a"]

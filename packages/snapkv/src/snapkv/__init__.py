@@ -118,9 +118,9 @@ def __getattr__(name: str) -> Any:
         AttributeError: the name is unknown.
     """
     if name not in __all__:
-        from snapkv.kvpress_names import elsewhere
+        from snapkv.kvpress_names import advice_for
 
-        if message := elsewhere(name):  # `from snapkv import` would hide that of an AttributeError
+        if message := advice_for(name):  # `from snapkv import` would hide that of an AttributeError
             raise ImportError(f"snapkv: {message}")
         raise AttributeError(f"module 'snapkv' has no attribute {name!r}")
     usual = "snapkv.errors" if name.endswith("Error") else "snapkv.policies"

@@ -124,7 +124,7 @@ _MOVED |= {"app": "snapkv_app", "Library": "snapkv_app.Library"}
 """Names that this package had until 0.3.0, and where they are now."""
 
 
-def elsewhere(name: str) -> str | None:
+def advice_for(name: str) -> str | None:
     """Return what to write instead of a name that this package does not have.
 
     Returns:

@@ -112,7 +112,7 @@ def read_twice(
 
 
 @torch.no_grad()
-def read_as_wanted(
+def read_for_policy(
     model: PreTrainedModel, tokenizer: Any, input_ids: Tensor, cache: CompressedCache
 ) -> None:
     """Read and compress the text before a question, once or twice as the cache's policy needs it.

@@ -100,7 +100,7 @@ class SizeLimit:
 
         The most recently used document and those that must stay are left out.
         """
-        uses = {key: time for key in keys if (time := self._folder.asked_at(key)) is not None}
+        uses = {key: time for key in keys if (time := self._folder.last_used_at(key)) is not None}
         last = max(uses, key=uses.__getitem__, default=None)
         free = [key for key in keys if key not in self._stay and key != last]
         return sorted(free, key=lambda key: (uses.get(key) or self._folder.written_at(key), key))

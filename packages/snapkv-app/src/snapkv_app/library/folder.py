@@ -272,7 +272,7 @@ class Folder:
 
     # The last use of a document is the time of an empty file.
 
-    def note_asked(self, key: str) -> None:
+    def record_use(self, key: str) -> None:
         """Store that a question uses a document now; if that is impossible, nothing is stored."""
         place, now = self.path / _ASKED / key, time.time_ns()
         with contextlib.suppress(OSError):
@@ -280,7 +280,7 @@ class Folder:
             place.touch()
             os.utime(place, ns=(now, now))
 
-    def asked_at(self, key: str) -> int | None:
+    def last_used_at(self, key: str) -> int | None:
         """Return the time of the last question that used a document, in nanoseconds since 1970.
 
         None if no question has used it.

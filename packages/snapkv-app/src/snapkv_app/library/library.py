@@ -665,7 +665,7 @@ class Library:
         """
         record = self._folder.record(hit.key)
         if record is not None:
-            self._folder.note_asked(hit.key)
+            self._folder.record_use(hit.key)
         while record is not None:
             fault = self._folder.fault_of(record, checked=False)
             if fault is None:

@@ -12,7 +12,7 @@ from snapkv.hf import saved
 from snapkv.hf.cache import CompressedCache
 from snapkv.hf.model_parts import max_positions
 from snapkv.hf.placement import device_of
-from snapkv.kvzip import read_as_wanted
+from snapkv.kvzip import read_for_policy
 from snapkv.policies import FullCache
 from snapkv_app.control_words import control_tokens
 from snapkv_app.library.about import About, document_ids
@@ -146,5 +146,5 @@ class Reader:
 
     def _read_into(self, cache: CompressedCache, ids: Tensor) -> CompressedCache:
         """Read tokens into `cache`, which is changed in place and returned."""
-        read_as_wanted(self._model, self._tokenizer, ids, cache)
+        read_for_policy(self._model, self._tokenizer, ids, cache)
         return cache

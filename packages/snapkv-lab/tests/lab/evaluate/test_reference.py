@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from snapkv import H2O, FullCache, KVzip, SnapKV
 from snapkv.errors import OutOfMemoryError
 from snapkv.hf.cache import CompressedCache
-from snapkv.kvzip import read_as_wanted
+from snapkv.kvzip import read_for_policy
 from snapkv_app import likelihood as reference_module
 from snapkv_app.answering import answer_ids
 from snapkv_app.conversation import joined
@@ -60,7 +60,7 @@ def generated_loss(loaded, ids, own, cache, context_tokens=None, prefill=None):
     """Compute the loss with `generate`, which may only choose the reference's tokens."""
     with (prefill or Exact()).installed(loaded.model):
         if context_tokens is not None:
-            read_as_wanted(loaded.model, loaded.tokenizer, ids[:, :context_tokens], cache)
+            read_for_policy(loaded.model, loaded.tokenizer, ids[:, :context_tokens], cache)
         out = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

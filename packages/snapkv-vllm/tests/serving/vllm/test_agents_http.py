@@ -284,7 +284,7 @@ def test_server_without_sessions_ignores_the_hint_and_refuses_the_setting(client
 def test_spans_of_several_prompts_are_refused(client, site):
     body = BODY | {"prompt": ["One two three", "Four"], "snapkv_spans": [DROP | {"end": 2}]}
     answer = client.post(TEXT, json=body)
-    assert (answer.status_code, "only one prompt, got 2" in answer.text) == (400, True)
+    assert (answer.status_code, "only one prompt, but got 2" in answer.text) == (400, True)
     assert not site.seen
 
 

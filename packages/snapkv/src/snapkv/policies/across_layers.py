@@ -171,7 +171,7 @@ class AcrossLayers(AroundScores):
                 "Use a CompressedCache to read the prompt",
             )
         if not layer.depth:
-            self.policy.require_room(layer)
+            self.policy.require_fit(layer)
         if not prefix.slots:
             return None
         lengths = ops.on_device(prefix.lengths, layer.keys.device)[:, None]

@@ -50,8 +50,8 @@ class AroundScores(Policy):
     def require_protection(self, spans: Spans) -> None:
         self.policy.require_protection(spans)
 
-    def require_room(self, layer: PromptLayer) -> None:
-        self.policy.require_room(layer)
+    def require_fit(self, layer: PromptLayer) -> None:
+        self.policy.require_fit(layer)
 
     def votes_at_stake(self, layer: PromptLayer) -> VotesAtStake | None:
         return self.policy.votes_at_stake(layer)

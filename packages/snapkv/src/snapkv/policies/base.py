@@ -12,7 +12,7 @@ from torch import Tensor
 
 from snapkv.errors import InvalidTypeError, wrong
 from snapkv.parameters import WithParameters
-from snapkv.policies.spans import Spans, require_room
+from snapkv.policies.spans import Spans, require_fit
 from snapkv.policies.states import DecodeStep, Eviction, PromptLayer, Selection, VotesAtStake
 
 Need = Literal[
@@ -156,7 +156,7 @@ class Policy(metaclass=WithParameters):
         problem = f"the policy {self!r} cannot protect tokens from eviction"
         raise wrong("protect", problem, "Use SnapKV(budget=1024), or remove the argument protect")
 
-    def require_room(self, layer: PromptLayer) -> None:
+    def require_fit(self, layer: PromptLayer) -> None:
         """Check that every layer can hold all protected tokens of a prompt.
 
         This is called for the first layer only, and looks at sizes before any score is computed.
@@ -285,4 +285,4 @@ class EvictingPolicy(Policy):
         Raises:
             InvalidArgumentError: `spans` has more tokens than `room`.
         """
-        require_room(self.name, spans.tokens, room, f"{beside}, as long as it generates")
+        require_fit(self.name, spans.tokens, room, f"{beside}, as long as it generates")

@@ -13,7 +13,7 @@ from snapkv.errors import InvalidTypeError, wrong
 from snapkv.policies.base import Policy
 from snapkv.policies.budget import AutoBudget, Budget, ByteBudget, TokenBudget
 from snapkv.policies.prefix import Prefix
-from snapkv.policies.spans import Spans, require_room
+from snapkv.policies.spans import Spans, require_fit
 from snapkv.policies.states import PromptLayer, Selection
 from snapkv.validation import DEFAULT_BUDGET, DEFAULT_WINDOW, require_one_limit
 
@@ -178,7 +178,7 @@ class PrefixPolicy(Policy):
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         if not prefix.layer.depth:
-            self._require_room(prefix)
+            self._require_last_layer_fits(prefix)
         return self.allocation.counts(prefix, self.compute_shares)
 
     def select(self, layer: PromptLayer) -> Selection | None:
@@ -245,16 +245,16 @@ class PrefixPolicy(Policy):
             if spans.among_first(room + 1) > room:
                 self._require_fits(spans.tokens, room)
 
-    def require_room(self, layer: PromptLayer) -> None:
+    def require_fit(self, layer: PromptLayer) -> None:
         """Check in the first layer that every layer can hold all protected tokens.
 
         Raises:
             InvalidArgumentError: the protected tokens and the sinks do not fit beside the window.
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
-        self._require_room(self.prefix(layer))
+        self._require_last_layer_fits(self.prefix(layer))
 
-    def _require_room(self, prefix: Prefix) -> None:
+    def _require_last_layer_fits(self, prefix: Prefix) -> None:
         """Check that the last layer, which has the smallest budget, can hold all protected tokens.
 
         If the votes choose the budget, only its limit `most` counts.
@@ -270,4 +270,4 @@ class PrefixPolicy(Policy):
 
     def _require_fits(self, tokens: int, room: int) -> None:
         sinks = f", its {self.sink_tokens} sinks included" if self.sink_tokens else ""
-        require_room(self.name, tokens, room, f"before its window of {self.window_size}{sinks}")
+        require_fit(self.name, tokens, room, f"before its window of {self.window_size}{sinks}")

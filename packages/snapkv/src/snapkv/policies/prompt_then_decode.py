@@ -55,9 +55,9 @@ class PromptThenDecode(EvictingPolicy):
         if "rotation" in self.decode.needs:
             problem = f"{self.decode!r} moves positions, but the kept positions have gaps"
             raise wrong("decode", problem, "Set positions='original' in this method")
-        self._require_room(self.prompt.most_tokens, self.decode.max_decode_tokens)
+        self._require_prompt_fits(self.prompt.most_tokens, self.decode.max_decode_tokens)
 
-    def _require_room(self, most: int | None, room: int | None) -> None:
+    def _require_prompt_fits(self, most: int | None, room: int | None) -> None:
         """Check that the tokens that `prompt` keeps fit into the budget of `decode`.
 
         Args:
@@ -111,8 +111,8 @@ class PromptThenDecode(EvictingPolicy):
         self.prompt.require_protection(spans)
         self.decode.require_protection(spans)
 
-    def require_room(self, layer: PromptLayer) -> None:
-        self.prompt.require_room(layer)
+    def require_fit(self, layer: PromptLayer) -> None:
+        self.prompt.require_fit(layer)
 
     def select(self, layer: PromptLayer) -> Selection:
         """Select positions with `prompt`, and compute the initial scores with `decode`.

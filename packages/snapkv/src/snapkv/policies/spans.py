@@ -123,7 +123,7 @@ def require_span(argument: str, span: Any) -> Span:
     return start, stop
 
 
-def require_room(policy: str, tokens: int, room: int, place: str) -> None:
+def require_fit(policy: str, tokens: int, room: int, place: str) -> None:
     """Check that there is enough room for all protected tokens.
 
     Args:

@@ -178,7 +178,7 @@ class MemoryWatch:
         self.tokens = 0
         self.available_bytes: int | None = None
 
-    def note(self, cache: CompressedCache, tokens: int) -> None:
+    def remember(self, cache: CompressedCache, tokens: int) -> None:
         """Record that `cache` reads a prompt of `tokens` tokens, and how much memory is free.
 
         Repeated calls for the same cache and number of tokens change nothing.

@@ -148,7 +148,7 @@ def _read_layer(
     require_by_token(args, kwargs, tokens)
     if layer_idx not in cache.compressed_layers:
         return forward(hidden_states, *args, **kwargs)
-    watch.note(cache, tokens)
+    watch.remember(cache, tokens)
     layer = cache.layers[layer_idx]
     with cache.prompt_state.in_pieces(layer, tokens):
         for start in range(0, tokens, chunk_tokens):
