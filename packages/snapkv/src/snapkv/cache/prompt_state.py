@@ -109,12 +109,14 @@ class PaddingTracker:
         """Raise if a single padding token would be read into a recurrent state.
 
         transformers hides padding from a recurrent state only if several tokens are read at once.
+        Nothing is refused if no layer has a recurrent state, or after the first prompt has ended.
 
         Args:
-            visible: (B,) bool, False for padding; None for no padding.
+            visible: bool of any shape, False for padding: for the token of each row, or for all
+                tokens that are read one by one. None for no padding.
 
         Raises:
-            UnsupportedModelError: a row reads padding.
+            UnsupportedModelError: `visible` contains padding.
         """
         in_first = self.has_states and not self.layers[0].slots.chosen_at
         if in_first and visible is not None and not bool(visible.all()):

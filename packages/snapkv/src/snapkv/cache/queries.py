@@ -71,9 +71,9 @@ class QueryMemory:
         return last_tokens(queries, self.window_tokens + ahead_tokens)
 
     def remember(self, queries: Tensor, ahead_tokens: int = 0) -> None:
-        """Hold a copy of the queries that `window` returns, for the next pieces of the prompt.
+        """Replace the held queries by a copy of those that `window` returns.
 
-        The arguments are those of `window`.
+        They are needed for the next pieces of the prompt. The arguments are those of `window`.
         """
         self.held = self.window(queries, ahead_tokens).clone()
 

@@ -184,9 +184,13 @@ class SharedBudget:
     def _best(self, scores: Tensor, budgets: Sequence[int]) -> Tensor:
         """Return a mask of the entries that are among the best of their batch row.
 
+        If scores are equal, the earlier layer, head and position wins. An entry with a score of
+        minus infinity, such as padding, is never among the best, so a row may keep fewer entries
+        than its budget.
+
         Args:
-            scores: (M,) float32, the scores of all entries.
-            budgets: for each batch row, how many entries it keeps.
+            scores: (M,) float32, the scores of all entries that are listed now.
+            budgets: for each batch row, the largest number of entries that it keeps, at least 1.
 
         Returns:
             (M,) bool.

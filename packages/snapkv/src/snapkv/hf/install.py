@@ -106,10 +106,10 @@ class Installation:
             raise
 
     def take_off(self) -> None:
-        """Remove the wrappers from the model, in place.
+        """Remove the wrappers from the model, in place, whether or not they are still used.
 
         What somebody else has set in the meantime is left alone, and so is a config that the
-        caches of another model also use.
+        caches of another model also use. The caller must hold the lock.
         """
         configs, self._configs = self._configs, []
         for config in configs:
@@ -142,7 +142,15 @@ class Installation:
                     self.put_on(model)
 
     def give_back(self, model: PreTrainedModel) -> None:
-        """Remove the wrappers from the model in place, even if other models or caches use them."""
+        """Remove the wrappers from the model in place, even if other models or caches use them.
+
+        Unlike `take_off`, this also unwraps configs that the model shares with other models, and
+        those of a model that was copied while it was wrapped. The recorded users stay, so `is_used`
+        does not change. The caller must hold the lock.
+
+        Args:
+            model: the model of this installation.
+        """
         for config in _text_configs(model):
             _unset(config)
         self.take_off()

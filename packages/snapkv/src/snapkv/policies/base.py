@@ -159,11 +159,10 @@ class Policy(metaclass=WithParameters):
     def require_fit(self, layer: PromptLayer) -> None:
         """Check that every layer can hold all protected tokens of a prompt.
 
-        This is called for the first layer only, and looks at sizes before any score is computed.
-        The default accepts everything.
+        It looks at sizes before any score is computed. The default accepts everything.
 
         Args:
-            layer: the first layer at the end of the prompt.
+            layer: a layer at the end of the prompt; one call is enough for all layers.
 
         Raises:
             InvalidArgumentError: the tokens that must be kept do not fit.

@@ -246,10 +246,17 @@ class PrefixPolicy(Policy):
                 self._require_fits(spans.tokens, room)
 
     def require_fit(self, layer: PromptLayer) -> None:
-        """Check in the first layer that every layer can hold all protected tokens.
+        """Check that every layer can hold all protected tokens and sinks of a prompt.
+
+        The check looks at the last layer, which has the smallest budget, so one call is enough. If
+        the votes choose the budget, only its limit `most` counts.
+
+        Args:
+            layer: any layer at the end of the prompt.
 
         Raises:
-            InvalidArgumentError: the protected tokens and the sinks do not fit beside the window.
+            InvalidArgumentError: the protected tokens and the sinks do not fit beside the window,
+                or the budget is in bytes and the size of a token is not known.
             BudgetTooSmallError: a budget in bytes cannot hold the window and the sinks.
         """
         self._require_last_layer_fits(self.prefix(layer))

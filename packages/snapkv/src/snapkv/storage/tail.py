@@ -110,10 +110,12 @@ class Tail:
         return self.tokens + new_tokens
 
     def _takes_in_place(self, keys: Tensor, values: Tensor) -> bool:
-        """Return whether the new tokens can be written into the buffer.
+        """Return whether the new tokens can be written into the buffer, or into a larger copy of it.
 
-        They must have the buffer's shape, dtype and device, and no gradient may need the old
-        content.
+        They must have the dtype, the device and, except for the number of tokens, the shape of the
+        stored tokens. Gradients must be disabled, and there must not be more new tokens than free
+        slots, or than `ROOM_TOKENS` if this is larger. A buffer that was made in inference mode can
+        be written in inference mode only.
         """
         if torch.is_grad_enabled() or keys.shape[2] > max(ROOM_TOKENS, self._room):
             return False

@@ -36,14 +36,24 @@ def encode_layer(
 ) -> dict[str, Any]:
     """Convert a layer to JSON and tensors.
 
+    Of a layer that is not compressed, only attributes that are tensors, numbers, texts, None, or
+    dictionaries of these are saved. The others are left out.
+
     Args:
         layer: the layer of the cache.
         name: the beginning of the names of its tensors.
-        tensors: the tensors of the file by name, to which those of the layer are added.
-        codes: the quantized form in which keys and values are saved; None to save them as they are.
+        tensors: the tensors of the file by name, to which those of the layer are added in place.
+            They are the layer's own tensors and not copies, unless they are quantized.
+        codes: the quantized form in which the keys and values of a compressed layer are saved; None
+            to save them as they are. Keys and values that are quantized already, and the tail of a
+            ragged store, are saved as they are in any case.
 
     Returns:
         The kind and the parts of the layer, for `decode_layer`.
+
+    Raises:
+        InvalidArgumentError: `codes` is given, and a key or value is not finite or too large for
+            them.
     """
     if not isinstance(layer, CompressedLayer):
         state = _saveable(vars(layer))

@@ -168,11 +168,12 @@ def _copied(states: Tensor, rows: Tensor) -> Tensor:
 
 
 def flat_rows(states: Tensor, keep_indices: Tensor) -> Tensor:
-    """Convert slots of each head into row numbers of the flattened states.
+    """Convert slots of each head into row numbers of `states.flatten(0, 2)`.
 
     Args:
-        states: (B, Hs, T, D).
-        keep_indices: (B, H, K) slots, as in `gather_tokens`.
+        states: (B, Hs, T, D); only the shape and the device are used.
+        keep_indices: (B, H, K) int64 slots. H is 1, Hs or a multiple of Hs. With 1, all heads use
+            the same slots. With a multiple, H / Hs consecutive heads read the same states.
 
     Returns:
         (B, max(H, Hs), K) int64; the result for an entry of -1 is meaningless and may be negative.

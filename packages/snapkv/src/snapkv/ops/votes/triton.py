@@ -127,7 +127,10 @@ def _split_marks(inputs: KernelInputs) -> Tensor:
 
 
 def split_tokens(tokens: int, tiles: int) -> int:
-    """Return the number of tokens in each split, so that the programs fill the whole device.
+    """Return the number of tokens in each split, so that there are about `_PROGRAMS` programs.
+
+    It is a power of two within the limits of `_SPLIT_TOKENS`, and so a multiple of every block of
+    keys. The kernels need this, because they do not stop within a block.
 
     Args:
         tokens: how many tokens to split.
@@ -335,8 +338,12 @@ def _add_up(
 ):  # fmt: skip
     """Add up the attention that one block of the prefix receives from the window.
 
-    The query heads are those of one KV head. Stores the largest of `heads` sums over `rows`, or
-    each of them. The whole window sees the prefix, so only padding is hidden.
+    There is one program for each block of KEYS keys and each KV head of a batch row. The queries
+    of this KV head are `heads` runs of `rows` queries, and `totals_at` points to what
+    `KernelInputs.totals` returned. Each run gives every key one sum of attention weights. With
+    EACH, all of these sums are stored in `votes_at`, and `share` is not used. Otherwise the largest
+    of them is stored, multiplied by `share`. The whole window sees the prefix, so only padding is
+    hidden.
     """
     head, prefix = tl.program_id(1).to(tl.int64), T - W
     place = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
