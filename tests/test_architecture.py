@@ -1,7 +1,9 @@
 """What may be imported without being asked; `make check` judges who may import whom."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,20 @@ def test_importing_the_package_registers_nothing():
         "sys.exit(any(n.startswith('snapkv') for n in AttentionInterface._global_mapping))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+STRUCTURES = (Path(__file__).parents[1] / "docs/structures.md").read_text("utf-8")
+PLACES = re.findall(
+    r"`([a-z_/]+\.py)(?:: ([\w., ]+))?`", STRUCTURES.partition("## Where do I look?")[2]
+)
+
+
+@pytest.mark.parametrize(("path", "names"), PLACES, ids=lambda text: text.replace("/", "."))
+def test_places_that_the_page_of_structures_names_exist(path, names):
+    sources = Path(__file__).parents[1].glob(f"packages/*/src/snapkv*/{path}")
+    texts = [source.read_text("utf-8") for source in sources]
+    assert texts, "there is no such file"
+    for name in re.findall(r"\w+", names):
+        assert any(re.search(rf"(def|class) {name}\b|^{name}\b", text, re.M) for text in texts), (
+            name
+        )

@@ -291,7 +291,7 @@ def test_spans_of_several_prompts_are_refused(client, site):
 @pytest.mark.parametrize(
     ("path", "spans", "words"),
     [
-        (TEXT, [{"start": 0, "end": 9, "do": "drop"}], "ends at 1 or before"),
+        (TEXT, [{"start": 0, "end": 9, "do": "drop"}], "ends at position 1 or earlier"),
         (CHAT, [{"start": 0, "end": 999, "do": "drop"}], "that ends at"),
         (TEXT, "[", "expected a list"),
         ("/v1/x", [], "Send the request to /v1/completions or"),

@@ -11,6 +11,7 @@ from snapkv_vllm import Limits, ServingSettings, Sessions, engine_args
 from snapkv_vllm.admission import compatibility as rules
 from snapkv_vllm.admission.compatibility import require_compatible
 from snapkv_vllm.refusals import compressible_layers, require_splittable_heads
+from snapkv_vllm.server import parse_options
 
 
 def configured(folder, **options):
@@ -19,6 +20,12 @@ def configured(folder, **options):
     own = {"policy": options.pop("policy", "snapkv"), "budget": 64}
     common = {"dtype": "float32", "max_model_len": 512, "enforce_eager": True}
     return EngineArgs(folder, **engine_args(**own, **common, **options)).create_engine_config()
+
+
+@pytest.mark.parametrize(("name", "words"), [("no.yaml", "No such file"), ("no.txt", "yaml")])
+def test_missing_or_foreign_file_of_options_is_refused_in_one_line(tmp_path, name, words):
+    with pytest.raises(InvalidArgumentError, match=f"config: .*{words}"):
+        parse_options("demo", ["--config", str(tmp_path / name)])
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +148,7 @@ def test_heads_with_sinks_are_refused_for_different_counts():
     layer = SimpleNamespace(impl=SimpleNamespace(sinks=None))
     require_splittable_heads("model.layer", layer)
     layer.impl.sinks = [0.0]
-    with pytest.raises(UnsupportedModelError, match=r"model\.layer has sinks"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.layer uses attention sinks"):
         require_splittable_heads("model.layer", layer)
 
 

@@ -8,7 +8,10 @@ from tests.serving.vllm.engines import greedy, small_engine
 
 BUDGET = 64
 WRONG = {
-    "at most 128 on this server, but got 1,400": {"snapkv_window_size": 1400, "snapkv_budget": 2000},
+    "at most 128 on this server, but got 1,400": {
+        "snapkv_window_size": 1400,
+        "snapkv_budget": 2000,
+    },
     "Use snapkv_budget": {"budget": 64},
 }
 

@@ -110,7 +110,7 @@ class Tail:
         return self.tokens + new_tokens
 
     def _takes_in_place(self, keys: Tensor, values: Tensor) -> bool:
-        """Return whether the new tokens can be written into the buffer, or into a larger copy of it.
+        """Return whether the new tokens can be written into the buffer, or a larger copy of it.
 
         They must have the dtype, the device and, except for the number of tokens, the shape of the
         stored tokens. Gradients must be disabled, and there must not be more new tokens than free
