@@ -1,6 +1,7 @@
 """Running the command line inside the test's process, on a tiny model or the session's demo."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ class Finished:
 
 
 def run_python(*arguments, **options):
-    """What becomes of a process of its own."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 120} | options
+    """What becomes of a process of its own, whose output is buffered as that of most users is."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {**pipes, "timeout": 120, "env": env} | options
     return subprocess.run([sys.executable, *arguments], encoding="utf-8", **options)
 
 

@@ -33,13 +33,13 @@ def main() -> None:
 
 
 def _discard_output() -> None:
-    """Flush standard output, and discard what cannot be written.
+    """Flush standard output and standard error, and discard what cannot be written.
 
-    Otherwise Python would try to write it again at exit, and print an error.
+    Otherwise Python would try to write it again at exit, print an error and exit with 120.
     """
-    if sys.stdout is not None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
-            sys.stdout.flush()
+            stream.flush()
         except OSError:
             with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+                os.dup2(nowhere.fileno(), stream.fileno())
