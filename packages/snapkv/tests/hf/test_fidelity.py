@@ -71,14 +71,14 @@ def assert_refused(layer, output, match="TemperedAttention"):
 
 @dtypes
 @pytest.mark.parametrize("scaling", [0.125, 0.25, 0.5])
-def test_the_models_own_scaling_is_accepted_and_another_one_refused(dtype, scaling):
+def test_scaling_of_model_is_accepted_and_other_scaling_is_refused(dtype, scaling):
     layer = states(dtype, score_options=ScoreOptions(scaling=scaling))
     require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
     assert_refused(layer, whole_output(layer, scaling=1.0), r"TemperedAttention.*in layer 7")
 
 
 @dtypes
-def test_a_bias_and_what_is_no_number_are_refused(dtype):
+def test_position_bias_and_nan_output_are_refused(dtype):
     """A slope over the distance, as ALiBi has."""
     layer = states(dtype)
     bias = (torch.arange(40) * 0.1).to(dtype).expand(1, 1, 1, 40)
@@ -99,7 +99,7 @@ def softmax_output(layer, change, *, sinks=None):
     return torch.einsum("bht,bhtd->bhd", weights, values)
 
 
-def test_a_softcap_is_part_of_the_scores():
+def test_fidelity_check_applies_softcap_to_scores():
     layer = states()
     capped = softmax_output(layer, lambda scores: 2.0 * torch.tanh(scores / 2.0))
     require_faithful_scores(with_scores(layer, softcap=2.0), capped, module())
@@ -107,7 +107,7 @@ def test_a_softcap_is_part_of_the_scores():
     assert_refused(with_scores(layer, softcap=2.0), whole_output(layer))
 
 
-def test_sinks_are_part_of_the_softmax():
+def test_fidelity_check_includes_sinks_in_softmax():
     layer = states()
     sinks = torch.tensor([2.0, -1.0, 0.5, 3.0])
     output = softmax_output(layer, lambda scores: scores, sinks=sinks)
@@ -117,21 +117,21 @@ def test_sinks_are_part_of_the_softmax():
 
 
 @dtypes
-def test_pads_are_not_attended_to(dtype):
+def test_fidelity_check_excludes_padding(dtype):
     layer = states(dtype)
     padded = replace(layer, pad_tokens=torch.tensor([11, 0]))
     require_faithful_scores(padded, whole_output(padded), module())
     assert_refused(padded, whole_output(layer))
 
 
-def test_dropout_in_training_is_not_mistaken_for_another_attention():
+def test_fidelity_check_is_skipped_in_training_mode():
     layer = states()
     require_faithful_scores(layer, whole_output(layer) * 2, TemperedAttention().train())
     assert_refused(layer, whole_output(layer) * 2)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 2 * 128**-0.5], ids=["forgotten", "twice"])
-def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
+def test_wrong_scaling_in_bfloat16_is_refused_even_with_large_scores(scaling):
     """Fused attention holds its scores in float32, however large they are."""
     source = torch.Generator().manual_seed(0)
     queries = (torch.randn(1, 8, 1, 128, generator=source) * 4).bfloat16()
@@ -146,9 +146,7 @@ def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
 
 @pytest.mark.parametrize("most_bytes", [0, 5000])
 @pytest.mark.parametrize("wrong", [0, 3])
-def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(
-    wrong, most_bytes, monkeypatch
-):
+def test_fidelity_of_later_layers_is_checked_together_at_prompt_end(wrong, most_bytes, monkeypatch):
     """As on a GPU: the first layers at once, the others together; the error names the right one."""
     model, judged = tiny_model("llama"), []
 
@@ -179,7 +177,7 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(
     assert not cache._check.doubts
 
 
-def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it():
+def test_unchecked_doubts_require_reset_and_are_discarded_by_it():
     model, ids = tiny_model("llama"), random_ids(1, 32)
     cache = read(model, SnapKV(budget=8, window_size=4), ids)
     cache._check.doubts.append(doubt_scores(states(), whole_output(states()) * 2, module()))

@@ -99,7 +99,7 @@ LIMITS = {
 @pytest.mark.skipif(RELEASES != ("2.13", "5.24"), reason="other releases do other work")
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_the_work_of_a_layer_may_only_fall(model, way):
+def test_operations_and_calls_per_layer_stay_within_limits(model, way):
     policy, options = WAYS[way]
     own = per_layer(counted, model, DynamicCache(config=model.config))
     operations = per_layer(counted, model, CompressedCache(model, policy, **options))

@@ -257,11 +257,11 @@ ROWS = {
 
 @pytest.mark.filterwarnings("ignore")  # other packages' own, which are not ours to mend
 @pytest.mark.parametrize("tool", ROWS)
-def test_a_row_of_the_page(tool, tmp_path, demo):
+def test_tool_behaves_as_documented_in_its_row_of_the_page(tool, tmp_path, demo):
     ROWS[tool](tmp_path, demo)
 
 
-def test_the_page_has_these_rows():
+def test_the_page_lists_exactly_the_tested_tools():
     rows = re.findall(
         r"^\| (.*?) \| (?:works|refused|no|untried) \|", PAGE.read_text("utf-8"), re.M
     )
@@ -292,7 +292,7 @@ class Adapted(nn.Module):
         return self.base_layer(states) + added
 
 
-def test_what_a_projection_adds_is_counted_with_its_adapters_and_a_cache_is_theirs(tmp_path):
+def test_adapter_of_output_projection_counts_in_scores_and_in_weight_check(tmp_path):
     plain, adapted, merged = (copy.deepcopy(tiny_model("llama")) for _ in range(3))
     for with_adapter, with_sum in zip(adapted.model.layers, merged.model.layers, strict=True):
         made = Adapted(with_adapter.self_attn.o_proj)
@@ -344,7 +344,7 @@ def packed_and_plain(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["across-layers", "criticalkv", "int4"])
-def test_packed_weights_keep_what_those_keep_that_they_stand_for(name, dtype):
+def test_packed_weights_keep_same_positions_as_unpacked_weights(name, dtype):
     """The dtype of what is stored is that of the states, whatever the weights are held in."""
     (policy, options), found = CACHES[name], []
     for model in packed_and_plain(dtype):
@@ -355,7 +355,7 @@ def test_packed_weights_keep_what_those_keep_that_they_stand_for(name, dtype):
     assert found[0] == found[1]
 
 
-def test_a_cache_is_that_of_its_packed_weights(tmp_path):
+def test_loading_a_cache_is_refused_after_packed_weights_change(tmp_path):
     model, _ = packed_and_plain()
     read(model, SNAP, random_ids(1, PROMPT)).save(tmp_path / "cache")
     CompressedCache.load(tmp_path / "cache", model)
@@ -364,7 +364,7 @@ def test_a_cache_is_that_of_its_packed_weights(tmp_path):
         CompressedCache.load(tmp_path / "cache", model)
 
 
-def test_learned_tokens_are_refused():
+def test_prompt_learning_adapters_are_refused():
     model = copy.deepcopy(tiny_model("llama"))
     cache = CompressedCache(model, SNAP)
 

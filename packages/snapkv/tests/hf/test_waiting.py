@@ -64,7 +64,7 @@ def asked(monkeypatch):
     ],
     ids=["snapkv", "h2o", "r-kv", "adakv", "default", "default int4"],
 )
-def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
+def test_layers_between_first_and_last_do_not_wait_for_device(
     policy, options, prompt, token, asked
 ):
     """The check of the votes asks of the first layers, and of all others behind the last.
@@ -80,7 +80,7 @@ def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
         assert asked(model, ids[:, :1], past_key_values=cache) == token
 
 
-def test_tokens_behind_a_padded_batch_are_not_waited_for_in_every_layer(asked):
+def test_decode_step_of_padded_batch_waits_for_device_once(asked):
     model = tiny_model("llama")
     ids, mask = random_ids(2, 64), torch.ones(2, 64, dtype=torch.int64)
     mask[1, :9] = 0

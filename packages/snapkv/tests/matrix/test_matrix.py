@@ -36,7 +36,7 @@ REST = [pytest.param(model, marks=pytest.mark.families) for model in MODELS if m
 
 @pytest.mark.filterwarnings("ignore")  # those of transformers about tiny configs
 @pytest.mark.parametrize("model", [*(model for model in KINDS if model in MODELS), *REST])
-def test_a_model_is_right_or_refused(model):
+def test_model_gives_right_results_or_is_refused(model):
     found = row(model)
     cells = [*found.get("cells", {}).items(), *found.get("images", {}).items()]
     assert [(name, cell) for name, cell in cells if "wrong" in cell] == []
@@ -48,7 +48,7 @@ def test_a_model_is_right_or_refused(model):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", [name for name in GROWING if name in MODELS])
 @torch.no_grad()
-def test_plan_and_report_count_what_grows(model):
+def test_plan_and_report_count_bytes_of_growing_layers(model):
     """As transformers' own cache does; plans know it, or refuse the family."""
     try:
         cache = CompressedCache(tiny(model), FullCache())
@@ -84,7 +84,7 @@ def test_plan_and_report_count_what_grows(model):
     assert report.held_bytes == whole - (40 - int(report.kept_tokens)) * token
 
 
-def test_the_page_is_that_of_the_rows():
+def test_families_page_matches_recorded_rows():
     if transformers.__version__ == KNOWN[0]["transformers"]:
         assert (DOCS / "families.md").read_text(encoding="utf-8") == shown(KNOWN)
 

@@ -41,7 +41,9 @@ def on_cuda(family, implementation, dtype):
 @pytest.mark.parametrize("implementation", ["sdpa", flash])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_low_precision_keeps_what_eager_keeps(family, implementation, dtype, padded):
+def test_low_precision_attention_keeps_nearly_same_positions_as_eager(
+    family, implementation, dtype, padded
+):
     ids = random_ids(2, PROMPT).cuda()
     mask = torch.ones_like(ids)
     mask[1, : 120 if padded else 0] = 0
@@ -53,12 +55,12 @@ def test_low_precision_keeps_what_eager_keeps(family, implementation, dtype, pad
         assert torch.isin(ours[0], theirs[0]).float().mean() > 0.8, "more than rounding explains"
 
 
-def test_a_kernel_encodes_what_torch_does():
+def test_cuda_kernel_encodes_same_codes_as_torch():
     require_encoding("cuda")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
+def test_recall_over_turns_keeps_same_positions_as_fresh_compression(family):
     """Copies run in a stream of their own; what they bring back must be whole when it is read."""
     model = on_cuda(family, "sdpa", torch.float32)
     turns = [random_ids(2, PROMPT).cuda(), random_ids(2, 40, seed=1).cuda()]
@@ -77,7 +79,7 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize, going_on):
+def test_captured_steps_give_same_tokens_as_eager_steps(family, policy, quantize, going_on):
     model = on_cuda(family, "sdpa", torch.float32)
     made = going_on | {"quantize": quantize}
     cache = CompressedCache(model, policy, **made)
@@ -108,7 +110,7 @@ class Waiting(LlamaRMSNorm):
 
 
 @pytest.mark.parametrize("norm", [Asking, Waiting])
-def test_a_step_that_cannot_be_a_graph_leaves_the_device_as_it_was(norm):
+def test_step_that_cannot_be_captured_runs_eagerly_and_leaves_device_usable(norm):
     ids, said = random_ids(1, PROMPT).cuda(), []
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     answers = []
@@ -124,7 +126,7 @@ def test_a_step_that_cannot_be_a_graph_leaves_the_device_as_it_was(norm):
     assert torch.equal(answers[0], answers[2])
 
 
-def test_a_hundred_prompts_leave_no_memory_behind():
+def test_a_hundred_prompts_leak_no_device_memory():
     """A graph goes with the call that recorded it."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 120).cuda()
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
@@ -143,7 +145,7 @@ def test_a_hundred_prompts_leave_no_memory_behind():
     assert max(held[1:]) <= held[0]
 
 
-def test_the_prompt_is_freed_while_it_is_read():
+def test_peak_memory_of_prefill_is_no_higher_than_with_full_cache():
     """Peak memory of reading a prompt is no higher than without compression."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 400).cuda()
     peaks = []
@@ -158,7 +160,7 @@ def test_the_prompt_is_freed_while_it_is_read():
     assert held < peaks[0]
 
 
-def test_room_that_runs_out_is_recorded_again(monkeypatch):
+def test_captured_steps_match_eager_steps_after_append_buffer_is_full(monkeypatch):
     monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 8)
     model, ids = on_cuda("llama", "sdpa", torch.float32), random_ids(2, PROMPT).cuda()
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}

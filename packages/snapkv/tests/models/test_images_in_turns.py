@@ -44,7 +44,7 @@ def turn(model, cache, new, before=None):
     return model(new, past_key_values=cache, attention_mask=mask, **told).logits
 
 
-def test_a_second_image_is_seen_with_recall_as_on_a_full_cache():
+def test_second_image_with_recall_gives_same_logits_as_full_cache():
     model, judge = gemma3(), masked_judge(gemma3())
     cache, full = (
         CompressedCache(model, AdaKV(SNAPKV), recall="host"),
@@ -66,7 +66,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_second_image_over_what_was_kept_is_refused_before_anything_is_stored(name):
+def test_second_image_without_recall_is_refused_before_any_token_is_stored(name):
     policy, options = REFUSED[name]
     cache, first = CompressedCache(gemma3(), policy, **options), with_image(PROMPT, 1)
     turn(gemma3(), cache, first)
@@ -78,7 +78,7 @@ def test_a_second_image_over_what_was_kept_is_refused_before_anything_is_stored(
         gemma3()(first[:, :BEFORE], past_key_values=cache)
 
 
-def test_tokens_that_see_later_ones_on_paper():
+def test_sees_ahead_matches_worked_example():
     """Two queries behind two stored tokens: the first sees the second, or does not."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1]]).bool()[None, None]
     assert masks.sees_ahead(mask, 2)

@@ -52,7 +52,7 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", [*SEEING, *ROTARY, *SCALED])
-def test_turned_keys_are_those_of_a_text_that_begins_elsewhere(name):
+def test_rotated_keys_equal_keys_computed_at_target_positions(name):
     """Turning back works as well."""
     model = model_of(name)
     first, later = keys_at(model, 0), keys_at(model, FURTHER)
@@ -66,7 +66,7 @@ def test_turned_keys_are_those_of_a_text_that_begins_elsewhere(name):
 
 @every_policy
 @pytest.mark.parametrize("name", SEEING)
-def test_text_is_compressed_and_text_behind_an_image_refused(name, policy):
+def test_text_is_compressed_and_text_with_image_is_refused(name, policy):
     model, image = seeing(name), image_of(name)
     options = {"max_new_tokens": 3, "do_sample": False}
     cache = CompressedCache(model, policy)

@@ -30,13 +30,13 @@ def shortened(sequence):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_failed_once_does_not_fail_again(name):
+def test_formerly_failing_sequence_passes(name):
     verdict = play(CASES[name])
     assert verdict.kind in FINE, verdict.said
 
 
 @pytest.mark.parametrize("first", range(0, COUNT, AT_ONCE))
-def test_random_sequences_of_operations(first):
+def test_random_sequences_match_rows_read_alone_and_oracle(first):
     for number in range(first, first + AT_ONCE):
         sequence = drawn(SEED, number)
         if play(sequence).kind not in FINE:
