@@ -1,4 +1,4 @@
-"""One tiny random model per family, built from its real config class; nothing is downloaded."""
+"""One tiny random model per family, built from its real config class without a download."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The judge of every family: a full cache whose attention is masked to the kept set.
+"""The judge of every family: a full cache whose attention is masked to the kept positions.
 
 It shares nothing with the library but the kept positions: transformers' own DynamicCache holds
 every token, and each layer's eager attention gets a bias that hides what the compressed cache has

@@ -1,4 +1,4 @@
-"""Products of parameters, chosen so that any two values meet at least once."""
+"""Combinations of test parameters in which any two values occur together at least once."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One document and many questions: as good as reading both together, for each of them."""
+"""One document and many questions: each answer is as if both had been read together."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def answered(model, inputs):
 
 
 def read_together(model, questions, policy=POLICY, document=None):
-    """Answers and caches of each question behind the whole document, read from the start."""
+    """Read the document together with each question; return the answers and caches."""
     found = []
     for question in questions:
         ids = torch.cat([text() if document is None else document, torch.tensor([question])], 1)
@@ -81,7 +81,7 @@ def test_other_policies_select_separately_for_each_question(policy):
 
 @pytest.mark.parametrize("tokens", [5, 30, 60, 140])
 def test_all_question_tokens_vote_with_default_policy(tokens):
-    """As if both had been read together by a cache that knows how long the question is."""
+    """The result equals that of one reading in which the length of the question is known."""
     model, (question,) = tiny_model("llama"), asked(tokens)
     inputs = Document(model, text(), default_policy(BUDGET)).inputs([question])
     ids = torch.cat([text(), torch.tensor([question])], 1)

@@ -1,4 +1,4 @@
-"""A missing package is named by the command that brings it, in a checkout and from a wheel."""
+"""The error about a missing package names the command that installs it."""
 
 import importlib.metadata
 

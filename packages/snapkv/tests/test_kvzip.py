@@ -1,4 +1,4 @@
-"""KVzip: the scores are those of plain attention while the text is read again."""
+"""KVzip: the scores equal plain attention while the text is read a second time."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ INSTRUCTION = (5, 6, 7)
 
 
 def entering(model, ids):
-    """What every attention module reads, by layer: (B, T, hidden)."""
+    """Return attention weights, cache and the input of each attention module, (B, T, hidden)."""
     found, hooks = {}, []
     for index, layer in enumerate(model.model.layers):
 
@@ -51,9 +51,9 @@ def entering(model, ids):
 
 
 def plain_scores(model, ids, *, plus):
-    """The highest attention by layer and query head; KVzip+ weighs it by what it adds.
+    """Return the highest attention by layer and query head, computed from transformers' output.
 
-    Out of transformers' own weights, values and states.
+    With `plus`, the attention is weighted by the norm of what the value adds (KVzip+).
     """
     reference, best = unwrapped(model, "eager"), {}
     for piece in ids.split(CHUNK, dim=1):
@@ -107,10 +107,11 @@ def test_scores_equal_highest_attention_while_text_is_repeated(family, rows, plu
 
 
 def test_kvzip_plus_scores_match_worked_example():
-    """Two queries, of states of length 1 and 4, behind two positions of values worth 1 and 3.
+    """Two queries with norms 1 and 4 follow two positions with value norms 1 and 3.
 
-    The first pays them (1/3, 1/3), so 1/3 and 1; the second, of logits (ln 8, 0) beside its own
-    and the first's of 0, pays (8/11, 1/11), over 4 (2/11, 3/44). So the most is 1/3 and 1.
+    The first query gives both positions a weight of 1/3, which makes scores of 1/3 and 1. The
+    second query has logits (ln 8, 0) for the two positions and 0 for both queries, which makes
+    weights of (8/11, 1/11) and scores of (2/11, 3/44). The highest scores are 1/3 and 1.
     """
     seen = worked_layer(
         keys=torch.tensor([[[[1.0], [0.0], [0.0], [0.0]]]]),

@@ -1,6 +1,6 @@
-"""Models that accelerate spreads over two devices that are not there, or offloads: all as on one.
+"""Models that accelerate spreads over two pretended devices, or offloads, give the same tokens.
 
-Every layer's tokens, and all that is noted of them, stay on the layer's device.
+The tokens of each layer and all state about them stay on the device of the layer.
 """
 
 import copy
@@ -52,9 +52,9 @@ def test_operation_on_tensors_of_two_pretended_devices_fails(mix):
 
 
 def spread(model, first, second, split):
-    """Its layers from `split` on, and the last norm, on the second device; the rest on the first.
+    """Put the layers from `split` on and the last norm on the second device, the rest on the first.
 
-    The output projection, which may be the embedding, stays with it.
+    The output projection stays with the embedding, because they may share weights.
     """
     base, decoder = model.base_model_prefix, model.get_decoder()
     places = {name: first for name, _ in model.named_children() if name != base}
@@ -68,7 +68,7 @@ def spread(model, first, second, split):
 
 
 def require_in_place(cache):
-    """All that each layer holds is on the layer's device."""
+    """Check that everything a cache layer holds is on the device of the model's layer."""
     devices = layer_devices(cache.model)
     assert len(set(devices.values())) == 2
     for index, layer in enumerate(cache.layers):
@@ -83,7 +83,7 @@ def require_in_place(cache):
 
 @pytest.fixture
 def require_same():
-    """Run something with a model on the CPU, and spread over both devices: the same comes out."""
+    """Return a check that `run` gives equal results on the CPU and spread over two devices."""
 
     def require(run, model=None, split=None):
         here = tiny_model("llama") if model is None else model

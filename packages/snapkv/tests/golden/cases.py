@@ -1,4 +1,4 @@
-"""The cases: one choice along every axis. Any choice of one axis goes with any of the others."""
+"""The cases: one choice on each axis. Choices on different axes can be combined freely."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""The committed record: which cases are in it, and what holds where numbers round otherwise."""
+"""The committed record, and the comparison with it on machines that round differently."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tiny models whose weights are the same bits everywhere: integers, scaled by powers of two."""
+"""Tiny models with equal weights on every machine: integers that are scaled by powers of two."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""What happens in a case: a prompt is read, an answer given, and something done with the cache."""
+"""Run a case: read a prompt, generate an answer, and apply an operation to the cache."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Records: what was seen in every case, as compressed JSON, and in what two of them differ."""
+"""Records of the results of cases: written as compressed JSON, read, and compared."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Files that `cache.save` and `Document.save` wrote once, and what their caches go on with."""
+"""Files that earlier releases saved, and the tokens that the loaded caches must generate."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Every case of the committed record, seen again; and that no difference would go unseen."""
+"""Every case matches the golden record, and the comparison detects every difference."""
 
 import copy
 
@@ -13,13 +13,13 @@ BY_ROUNDING_ONLY = tuple(RECORDED)[::12]
 
 @pytest.fixture(scope="module")
 def arithmetic():
-    """How numbers are rounded here."""
+    """Return the digest of how this machine rounds numbers."""
     return record.arithmetic()
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_case_matches_its_golden_record(name, arithmetic):
-    """Bit for bit; where numbers are rounded in another way, in all that rounding cannot change."""
+    """On a machine that rounds differently, only what rounding cannot change is compared."""
     is_exact = RECORDED[name]["arithmetic"] == arithmetic
     compare = record.differences if is_exact else golden.beyond_rounding
     assert not compare(record.seen_in(parse(name)), RECORDED[name])
@@ -27,7 +27,7 @@ def test_case_matches_its_golden_record(name, arithmetic):
 
 @pytest.mark.parametrize("name", BY_ROUNDING_ONLY)
 def test_perturbed_weights_match_golden_record_within_rounding(name):
-    """Weights that are off by one part in a million stand for another machine."""
+    """Weights that are changed by one part in a million simulate another machine."""
     assert not golden.beyond_rounding(record.seen_in(parse(name), nudged=True), RECORDED[name])
 
 
@@ -42,7 +42,7 @@ def seen():
 
 
 def changed(seen, change):
-    """Return a copy of a record in which something of its last stage is another."""
+    """Return a copy of a record in which `change` was applied to the last stage."""
     other = copy.deepcopy(seen)
     change(other["stages"][-1])
     return other

@@ -1,4 +1,4 @@
-"""Files that were written once load, and their caches go on with the same tokens and positions."""
+"""Files of earlier releases load, and their caches continue with the recorded tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attention of few queries: keys and values are read as they are stored."""
+"""Attention of a few queries reads the keys and values of each KV head without repeating them."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ PAST = torch.ones(S, S, dtype=torch.bool).tril()
 
 
 def call_with(queries, mask=None, **options):
-    """A call, and the keys that the wrapped attention is given."""
+    """Return a call and a list that collects the keys passed to the wrapped attention."""
     torch.manual_seed(0)
     given = []
 
@@ -38,7 +38,7 @@ def call_with(queries, mask=None, **options):
 
 
 def plain(call, visible, scaling=D**-0.5, bias=0.0):
-    """(B, Q, Hq, Dv): attention by the book; visible is (..., Q, S) bool."""
+    """Return plain attention, (B, Q, Hq, Dv); `visible` is a (..., Q, S) bool mask."""
     key, value = (states.repeat_interleave(G, dim=1) for states in (call.key, call.value))
     scores = call.query @ key.transpose(-1, -2) * scaling + bias
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""A pass over alternatives gives what each branch gives alone; the cache of one branch stays."""
+"""One pass over a tree of tokens gives each branch its own logits; the cache keeps one branch."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The cache through plain `model(...)` calls, its bookkeeping, its report and its refusals."""
+"""The cache in plain `model(...)` calls: its token counts, its report and its errors."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def model():
 
 @pytest.fixture
 def filled(model):
-    """A cache that has read one prompt of 80 tokens, and four more tokens."""
+    """Return a cache that has read a prompt of 80 tokens and four more tokens."""
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(2, PROMPT))
     call(model, cache, random_ids(2, 4, seed=1))
@@ -81,7 +81,7 @@ def test_crop_removes_window_tokens_but_refuses_to_reach_evicted_tokens(model, f
 
 
 class OnlyTheThirdLayer(SnapKV):
-    """Drops tokens in that layer alone."""
+    """A policy that evicts tokens only in layer 2."""
 
     can_select_stacked = False
 
@@ -150,7 +150,7 @@ def test_notebook_shows_kept_tokens_of_equal_layers_as_one_bar(filled):
     "policy", [SnapKV(200), METHODS["h2o"], METHODS["tova"]], ids=lambda policy: policy.name
 )
 def test_kept_count_excludes_tokens_appended_after_selection(policy):
-    """Where a method evicts after every token, all that it holds was chosen."""
+    """A policy that evicts after every token has selected all tokens that the cache holds."""
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), policy)
     assert repr(cache).endswith("0 tokens seen, 0 kept: 0 B of 0 B (100.0%))")
     model.generate(random_ids(1, 80), past_key_values=cache, max_new_tokens=5, do_sample=False)
@@ -253,7 +253,7 @@ def test_unsupported_model_is_refused_by_class_name(case):
 
 
 def test_attention_that_votes_cannot_reproduce_is_refused():
-    """A family whose attention does something unknown is refused, not scored wrongly."""
+    """The scores would be wrong if the model changed its attention in an unknown way."""
     model = copy.deepcopy(tiny_model("llama"))
     model.set_attn_implementation(_twisted_attention())
     with pytest.raises(UnsupportedModelError, match=r"LlamaAttention.*votes would be wrong"):
@@ -262,7 +262,7 @@ def test_attention_that_votes_cannot_reproduce_is_refused():
 
 
 def _twisted_attention() -> str:
-    """Register an attention with a temperature that nobody is told of."""
+    """Register an attention function that scales its queries without telling the cache."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask

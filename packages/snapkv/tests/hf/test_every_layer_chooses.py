@@ -1,4 +1,4 @@
-"""A prompt that some layer does not compress is refused; layers that are gone take no part."""
+"""An error is raised if a layer does not compress its prompt; removed layers are left out."""
 
 import copy
 import sys
@@ -37,7 +37,7 @@ READ = ("at once", "in pieces", "by generate")
 
 @pytest.fixture
 def adds_a_key(monkeypatch):
-    """Has layers of a model attend to one key more than the cache has returned."""
+    """Make layers of a model attend to one key more than the cache returned."""
 
     def in_layers(model, layers):
         family = sys.modules[type(model).__module__]
@@ -95,7 +95,7 @@ def read_and_step(model, cache, ids):
 
 
 class Without(nn.Module):
-    """Passes hidden states on in the place of a layer's attention."""
+    """A replacement of a layer's attention that returns the hidden states unchanged."""
 
     def forward(self, hidden_states, **kwargs):
         return hidden_states, None
@@ -105,7 +105,7 @@ class Without(nn.Module):
 def test_layer_that_never_attends_to_prompt_end_is_named_in_error(
     name, where, most_bytes, monkeypatch
 ):
-    """Attention that is taken out behind the cache's back, by `generate` and in plain calls."""
+    """The attention is removed after the cache was made; `generate` and plain calls both fail."""
     monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(2, 70)
     said = rf"layer {', '.join(map(str, where))} did not attend.* cache\.reset"
@@ -147,7 +147,7 @@ def pruned(layers, *, is_counted):
 @pytest.mark.parametrize("layers", [(1, 2, 3), (0, 3), (2,)], ids=str)
 @pytest.mark.parametrize("name", POLICIES)
 def test_model_with_removed_layers_matches_renumbered_model(name, layers, tmp_path):
-    """As if the others were numbered anew; nothing of the budget is theirs."""
+    """The budget is divided among the remaining layers only."""
     ids, mask = random_ids(2, 70), torch.ones(2, 70).long()
     mask[1, :9] = 0
     found, kept = [], []

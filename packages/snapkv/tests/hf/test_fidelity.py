@@ -1,4 +1,4 @@
-"""The check that votes are computed as the model's attention is: whom it lets pass, whom not."""
+"""The fidelity check: the scores of the votes must reproduce the attention of the model."""
 
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 
 
 class TemperedAttention(torch.nn.Module):
-    """Stands for a family that does something to its scores."""
+    """An attention module of a model family that changes its scores."""
 
 
 def states(dtype=torch.float32, **changes):
-    """Keys with a common direction that queries share: attention far from uniform."""
+    """Return a layer with random states whose attention is far from uniform."""
     source = torch.Generator().manual_seed(0)
     queries = torch.randn(2, 4, 5, 16, generator=source) * 2
     keys = torch.randn(2, 2, 40, 16, generator=source)
@@ -38,7 +38,7 @@ def with_scores(layer, **changed):
 
 
 def attention_output(layer, *, scaling=0.25, bias=None, row=0):
-    """What the model's own attention returns for the last query of a row: (1, Hq, Dv)."""
+    """Return the attention output of the model for the last query of a row, (1, Hq, Dv)."""
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     output = F.scaled_dot_product_attention(
         layer.queries[row : row + 1, :, -1:],
@@ -79,7 +79,7 @@ def test_scaling_of_model_is_accepted_and_other_scaling_is_refused(dtype, scalin
 
 @dtypes
 def test_position_bias_and_nan_output_are_refused(dtype):
-    """A slope over the distance, as ALiBi has."""
+    """The bias grows with the distance, as in ALiBi."""
     layer = states(dtype)
     bias = (torch.arange(40) * 0.1).to(dtype).expand(1, 1, 1, 40)
     assert_refused(layer, whole_output(layer, bias=bias))
@@ -89,7 +89,7 @@ def test_position_bias_and_nan_output_are_refused(dtype):
 
 
 def softmax_output(layer, change, *, sinks=None):
-    """Attention of the last query with `change` on its scaled scores: (2, 4, 12)."""
+    """Return attention of the last query, (2, 4, 12), with `change` applied to its scores."""
     keys = layer.keys.repeat_interleave(2, dim=1)
     values = layer.values.repeat_interleave(2, dim=1)
     scores = change(torch.einsum("bhd,bhtd->bht", layer.queries[:, :, -1], keys) * 0.25)
@@ -147,7 +147,7 @@ def test_wrong_scaling_in_bfloat16_is_refused_even_with_large_scores(scaling):
 @pytest.mark.parametrize("most_bytes", [0, 5000])
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_fidelity_of_later_layers_is_checked_together_at_prompt_end(wrong, most_bytes, monkeypatch):
-    """As on a GPU: the first layers at once, the others together; the error names the right one."""
+    """The first layers are checked when they are read, as on a GPU; the error names the layer."""
     model, judged = tiny_model("llama"), []
 
     def doubtful(prompt, *arguments, **options):

@@ -1,4 +1,4 @@
-"""Every way `model.generate` can run, on a compressed cache, against masked full attention."""
+"""`model.generate` on a compressed cache gives the same tokens in all of its greedy modes."""
 
 import copy
 import functools
@@ -32,13 +32,13 @@ families = pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # all fu
 
 
 def generate(model, ids, policy=POLICY, **options):
-    """Tokens and the cache they were generated with."""
+    """Return generated tokens and the cache that was used."""
     cache = CompressedCache(model, policy)
     return model.generate(ids, past_key_values=cache, **{**OPTIONS, **options}), cache
 
 
 def repeating(tokens=PROMPT):
-    """A text in which lookup finds drafts."""
+    """Return a repetitive text, in which prompt lookup finds drafts."""
     return random_ids(1, tokens) % 9 + 3
 
 
@@ -103,7 +103,7 @@ def test_streamer_receives_the_returned_tokens():
 
 
 def test_second_generate_call_reads_only_new_tokens():
-    """A mask longer than the ids means that only the new ones were passed."""
+    """If the mask is longer than the ids, only the new ids were passed."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     whole, _ = generate(model, ids, max_new_tokens=12)
     for given in (slice(None), slice(-1, None)):
@@ -207,7 +207,7 @@ def test_a_mask_of_more_columns_than_tokens_is_refused():
 
 
 def test_drafts_are_read_in_separate_pass_after_prompt():
-    """Also by the class's own generate, which announces nothing."""
+    """This also holds for `generate` of the class, which does not announce the prompt length."""
     model, ids = tiny_model("llama"), repeating()
     options = {**OPTIONS, "prompt_lookup_num_tokens": 4}
     for own in (model.generate, functools.partial(type(model).generate, model)):

@@ -1,4 +1,4 @@
-"""What a model carries while it has caches, and that nothing of it is left afterwards."""
+"""A model is wrapped while it has caches and is restored completely afterwards."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ METHODS = tuple(around._AROUND)
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_heap():
-    """What other tests left is none of the collector's business here; it would cost seconds."""
+    """Exclude objects of earlier tests from garbage collection, which would take seconds."""
     gc.collect()
     gc.freeze()
     yield
@@ -54,7 +54,7 @@ def _frozen_heap():
 
 @pytest.fixture(autouse=True)
 def _without_collector():
-    """Caches go where nobody holds them, not when the collector finds them."""
+    """Disable garbage collection, so that a cache is freed when its last reference is deleted."""
     gc.collect()
     gc.disable()
     yield
@@ -62,7 +62,7 @@ def _without_collector():
 
 
 def multimodal(implementation):
-    """Gemma 3 with a picture tower: three configs, one in the other."""
+    """Return Gemma 3 with a vision tower: a config that contains two others."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = tiny_config("gemma3_text").to_dict()
@@ -88,7 +88,7 @@ def llama():
 
 
 def configs(model):
-    """By name, what each config of the model and of its parts says."""
+    """Return the attention implementation in each config of the model and its parts, by name."""
     found = {"": model.config}
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel):
@@ -99,7 +99,7 @@ def configs(model):
 
 
 def state(model):
-    """Everything about a model that an installation may change."""
+    """Return everything about a model that an installation may change."""
     return configs(model), dict(vars(model)), {n: getattr(model, n).__func__ for n in METHODS}
 
 
@@ -226,7 +226,7 @@ def test_cache_made_inside_generate_call_supports_streaming_refusals_and_drafts(
 
 
 def test_forward_replaced_by_another_library_is_kept_when_drafting(llama):
-    """As accelerate does; it is there again when the prompt has been read."""
+    """accelerate replaces `forward` in this way; the replacement is back after the prompt."""
     ids, own = random_ids(1, 60) % 9 + 3, llama.forward
     llama.forward = hooked = functools.partial(own)
     options = {"past_key_values": CompressedCache(llama, POLICY), **OPTIONS}
@@ -238,7 +238,7 @@ def test_forward_replaced_by_another_library_is_kept_when_drafting(llama):
 
 
 def test_concurrent_drafting_threads_generate_same_tokens_as_alone(llama, monkeypatch):
-    """Both wait for their drafts while the model's forward is that of the other, too."""
+    """Both threads wait for their drafts while each has replaced `forward` of the shared model."""
     met, waited = threading.Barrier(2, timeout=60), threading.local()
 
     class Meeting(PromptLookupCandidateGenerator):
@@ -441,7 +441,7 @@ def test_uninstall_restores_copy_or_part_of_model_with_caches(llama, related):
 
 
 class Adapted:
-    """A model with adapters around it, as a `PeftModel` behaves."""
+    """A model wrapped in adapters, like a `PeftModel`."""
 
     def __init__(self, model):
         self.model = model
@@ -486,7 +486,7 @@ def test_caches_made_and_deleted_in_many_threads_leave_model_restored(llama):
 
 
 def batch_options():
-    """Four tokens, out of a pool of a few blocks."""
+    """Return options for four new tokens and a small pool of blocks."""
     limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     pool = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     config = GenerationConfig(**limits)
@@ -494,13 +494,13 @@ def batch_options():
 
 
 def continuously(model, ids):
-    """What continuous batching generates behind each row."""
+    """Return the tokens that continuous batching generates after each row."""
     found = model.generate_batch(ids.tolist(), progress_bar=False, **batch_options())
     return [each.generated_tokens for each in found.values()]
 
 
 def managed(model, ids):
-    """The same, by a manager of one's own."""
+    """Return the same tokens as `continuously`, from a manager that the caller starts."""
     manager = model.init_continuous_batching(**batch_options())
     manager.start()
     manager.add_requests(ids.tolist())
@@ -592,7 +592,7 @@ def test_last_cache_can_be_deleted_while_next_one_is_being_made(llama, monkeypat
 
 
 def test_cyclic_cache_can_be_collected_during_forward_pass_without_it(llama):
-    """The collector runs in a pass of the same model with a cache of transformers' own."""
+    """Garbage collection runs during a forward pass of the same model without a cache."""
     ids, before = random_ids(1, 40), state(llama)
     plain = llama(ids).logits
     cache = CompressedCache(llama, POLICY)

@@ -1,4 +1,4 @@
-"""Every row of docs/other-tools.md. `make test-tools` installs the packages that are not here."""
+"""Every row of docs/other-tools.md is tested. `make test-tools` installs the packages it needs."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ PAGE = Path(__file__).parents[4] / "docs/other-tools.md"
 
 
 def generated(caller, cached, policy=SNAP, **options):
-    """What comes after the prompt, from a cache that is made for `cached`."""
+    """Return the tokens that `caller` generates with a cache that was made for `cached`."""
     cache, ids = CompressedCache(cached, policy), random_ids(1, PROMPT)
     mask = torch.ones_like(ids)
     found = caller.generate(
@@ -74,7 +74,7 @@ def continuous_batching(tmp_path, demo):
 
 
 def served(tmp_path, demo):
-    """They take no cache yet: a day on which one does is a day to change the page."""
+    """Check that no option takes a cache yet; if one does, the page must be changed."""
     from transformers.cli.chat import Chat
     from transformers.cli.serve import Serve
 
@@ -129,7 +129,7 @@ def learned_tokens(tmp_path, demo):
 
 
 def quantized(package, *configs):
-    """A row of weights that transformers quantizes as it loads them."""
+    """Return a test of weights that transformers quantizes while loading."""
 
     def check(tmp_path, demo):
         pytest.importorskip(package)
@@ -150,7 +150,7 @@ def quantized(package, *configs):
 
 
 def fp8(tmp_path, demo):
-    """A checkpoint as DeepSeek's: blocks of weights with a scale each."""
+    """Test a checkpoint like those of DeepSeek, with one scale per block of weights."""
     peaked = peaked_model(tiny_config("llama"), "sdpa")
     peaked.save_pretrained(tmp_path)
     coded, weights = {}, load_file(tmp_path / "model.safetensors")
@@ -272,7 +272,7 @@ def test_the_page_lists_exactly_the_tested_tools():
 
 
 class Adapted(nn.Module):
-    """A layer with an adapter, as PEFT makes them: `weight` is that of the layer alone."""
+    """A layer with an adapter, as in PEFT: `weight` leaves out what the adapter adds."""
 
     disable_adapters = False
 
@@ -311,7 +311,7 @@ def test_adapter_of_output_projection_counts_in_scores_and_in_weight_check(tmp_p
 
 
 class Packed(nn.Module):
-    """A layer whose weights are codes in buffers, two of four bits a byte, as AWQ's and GPTQ's."""
+    """A layer whose weights are packed 4-bit codes in buffers, as in AWQ and GPTQ."""
 
     def __init__(self, base):
         super().__init__()
@@ -331,7 +331,7 @@ class Packed(nn.Module):
 
 
 def packed_and_plain(dtype=torch.float32):
-    """A model with packed weights, and one with what these stand for."""
+    """Return a model with packed weights and one with the same weights unpacked."""
     packed, plain = (copy.deepcopy(tiny_model("llama")).to(dtype) for _ in range(2))
     for name, base in list(packed.named_modules()):
         if name.endswith("_proj"):
@@ -345,7 +345,7 @@ def packed_and_plain(dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["across-layers", "criticalkv", "int4"])
 def test_packed_weights_keep_same_positions_as_unpacked_weights(name, dtype):
-    """The dtype of what is stored is that of the states, whatever the weights are held in."""
+    """Keys are stored in the dtype of the hidden states, not in that of the weights."""
     (policy, options), found = CACHES[name], []
     for model in packed_and_plain(dtype):
         cache = CompressedCache(model, policy, **options)

@@ -1,4 +1,4 @@
-"""Weights that a model is asked for: those of what is stored, or a refusal; never none."""
+"""`output_attentions` returns the weights over the stored tokens or raises an error."""
 
 import copy
 

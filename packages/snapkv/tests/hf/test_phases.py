@@ -1,4 +1,4 @@
-"""In which phase an attention call lies: every case by hand, and all of them have one."""
+"""The phase of an attention call: worked examples, and every call has a phase."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A prompt that does not reach the cache it was given to: refused, and never answered without."""
+"""An error is raised if a prompt is not read into the cache that was passed with it."""
 
 import copy
 
@@ -47,7 +47,7 @@ def test_train_mode_without_checkpointing_gives_same_tokens_as_eval_mode():
 
 @pytest.fixture(scope="module")
 def phi():
-    """Its rotations are others for texts beyond `LIMIT`, so generate begins such texts anew."""
+    """Return Phi-3, whose rotary embedding differs for texts longer than `LIMIT`."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -95,7 +95,7 @@ def test_cache_keyword_is_refused_where_transformers_would_ignore_it():
 
 
 class ReplacesTheCache:
-    """As a model's own code may: it reads into a cache that it makes itself."""
+    """A model whose own code replaces the cache that it receives by a new one."""
 
     def forward(self, *args, attention_mask=None, **kwargs):
         kwargs = with_cache(kwargs, DynamicCache(config=self.config))
@@ -119,7 +119,7 @@ def test_a_model_that_replaces_the_cache_is_refused(mode):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_a_compiled_model_is_refused():
-    """Before anything is stored."""
+    """The error is raised before any token is stored."""
     model = tiny_model("llama")
     cache = CompressedCache(model, POLICY)
     compiled = torch.compile(model, backend="eager")

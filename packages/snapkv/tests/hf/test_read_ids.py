@@ -1,4 +1,4 @@
-"""What a filled cache goes on with: the text it has read, and no other."""
+"""A filled cache continues only the text that it has read and refuses any other text."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ def go_on(model, cache, ids, **options):
 
 
 def refuses(model, cache, ids, place, row=0, **options):
-    """By the first token that differs."""
+    """Check that `ids` are refused and that the error names the first differing token."""
     with pytest.raises(
         CacheMismatchError, match=rf"at token {place} of row {row}\. Pass the whole"
     ):
@@ -43,7 +43,7 @@ def refuses(model, cache, ids, place, row=0, **options):
 
 
 def read(mode, ids=None):
-    """A cache that was filled in that mode, and the ids of all that it has seen, one row a row."""
+    """Return the model, a cache that `generate` filled in this mode, and the resulting ids."""
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
     torch.manual_seed(0)
     text = go_on(model, cache, random_ids(1, PROMPT) % 9 + 3 if ids is None else ids, **MODES[mode])
@@ -51,7 +51,7 @@ def read(mode, ids=None):
 
 
 def with_turn(text, place=None, row=0):
-    """The text and a turn behind it; with another token at that place."""
+    """Return the text with a new turn, and with a changed token at `place` if one is given."""
     turn = random_ids(len(text), 20, seed=5)
     whole = torch.cat([text, turn], dim=1)
     if place is not None:
@@ -72,7 +72,7 @@ def test_different_text_is_refused_and_error_names_first_differing_token(mode):
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "beams"])
 def test_same_text_with_new_turn_is_accepted(mode):
-    """Of beams the cache holds those that were read last, which need not be those returned."""
+    """Beam search is left out: the cache may hold other beams than those that it returned."""
     model, cache, text = read(mode)
     go_on(model, cache, with_turn(text))
     assert cache.get_seq_length() == text.shape[1] + 20 + 4
@@ -130,7 +130,7 @@ def test_loaded_cache_remembers_its_text(tmp_path):
 
 
 def test_tokens_with_unknown_ids_are_not_compared():
-    """Plain calls and embeddings bring no ids; what was told before and behind them is known."""
+    """Plain calls and embeddings bring no ids; ids before and after them are still compared."""
     model, cache, text = read("greedy")
     model(random_ids(1, 7, seed=3), past_key_values=cache)
     seen = cache.get_seq_length()

@@ -1,6 +1,6 @@
-"""What the library assumes of transformers, in one table, which fails first in another release.
+"""What the library assumes about transformers. These tests fail first with a new release.
 
-`make test-newest` runs it, and the models, against the newest one.
+`make test-newest` runs them and the model tests against the newest release.
 """
 
 import copy
@@ -92,7 +92,7 @@ def test_transformers_layer_has_the_attributes_that_snapkv_uses(name):
 
 
 def test_every_transformers_cache_layer_class_is_known():
-    """A new one is refused until somebody has looked at it."""
+    """A new class is refused until support for it has been considered."""
     kinds = {kind for kind in DYNAMIC_LAYER_TYPE_MAPPING.values()}
     own = {kind.__name__ for kind in kinds if kind.__module__ == "transformers.cache_utils"}
     assert own <= {*KNOWN_KINDS}
@@ -108,7 +108,7 @@ def test_dynamic_cache_derives_layer_classes_from_config():
 
 @torch.no_grad()
 def test_attention_is_called_with_states_returned_by_cache_layer(monkeypatch):
-    """Right behind its update, under the registered name, with queries of every head."""
+    """The call follows the update of the layer and has queries of every head."""
     model, calls = tiny_model("llama"), []
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     name = model.config._attn_implementation
@@ -126,7 +126,7 @@ def test_attention_is_called_with_states_returned_by_cache_layer(monkeypatch):
 @pytest.mark.parametrize("model", ["llama", "gemma3_text", "deepseek_v3"])
 @torch.no_grad()
 def test_cache_is_passed_under_a_known_name_everywhere(model):
-    """To the model, its decoder, every layer, and among what `generate` hands on and gives."""
+    """This covers the model, its decoder, every layer and the output of `generate`."""
     model, found = copy.deepcopy(tiny_model(model)), []
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     for part in (model, model.get_decoder(), *model.get_decoder().layers):
@@ -144,7 +144,7 @@ def test_cache_is_passed_under_a_known_name_everywhere(model):
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_cache_is_found_and_replaced_under_either_argument_name(name):
-    """Users may go on with the old one, and a model then hands on the new one."""
+    """Users may still pass the old name, and a model then passes on the new one."""
     assert cache_among({name: "cache", "use_cache": True}) == "cache"
     assert with_cache({name: "other", "use_cache": True}, "new") == {
         "use_cache": True,

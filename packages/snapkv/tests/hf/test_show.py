@@ -1,4 +1,4 @@
-"""`cache.show`: a page of what a cache keeps, by what it knows itself and a tokenizer."""
+"""`cache.show` makes a page that shows which tokens of the text a cache keeps."""
 
 import base64
 import copy
@@ -17,7 +17,7 @@ POLICY = SnapKV(40, window_size=8)
 
 
 class Numbers:
-    """A tokenizer whose tokens are their numbers."""
+    """A tokenizer that decodes each token to its number."""
 
     def decode(self, ids, **options):
         del options

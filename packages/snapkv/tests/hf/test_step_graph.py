@@ -1,4 +1,4 @@
-"""A recorded step answers as an eager one, for every prompt, or says why it is not recorded."""
+"""Captured decode steps give the tokens of eager steps, or the report says why none is captured."""
 
 import copy
 import functools
@@ -47,7 +47,7 @@ generated = functools.partial(families.generated, max_new_tokens=12)
 
 
 def as_eager(model, ids, policy=POLICY, **options):
-    """A cache that answers as one whose steps run eagerly, and that one."""
+    """Check that captured and eager steps give equal tokens; return the cache of each."""
     cache, eager = (CompressedCache(model, policy) for _ in range(2))
     got = generated(model, cache, ids, **options)
     assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
@@ -83,7 +83,7 @@ def test_decode_steps_of_every_family_are_one_graph_or_report_names_obstacle(
 
 
 def turns_of(model, cache, **options):
-    """Three turns of a conversation, the second one shorter than the window."""
+    """Generate three turns of a conversation, the second one shorter than the window."""
     ids = random_ids(1, 60)
     for new in (0, 3, 30):
         ids = torch.cat([ids, random_ids(1, new, seed=new)], dim=1)
@@ -116,7 +116,7 @@ def test_conversation_with_captured_steps_matches_eager_conversation(policy, goi
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """An entry for each recording."""
+    """Return a list that gets one entry for each capture."""
     found, own = [], TapeRecorder.record
     monkeypatch.setattr(TapeRecorder, "record", lambda *given: found.append(1) or own(*given))
     return found
@@ -142,7 +142,7 @@ def test_hook_added_during_generate_ends_replay_when_append_buffer_is_full(monke
 
 
 class Acting(BaseStreamer):
-    """Does something at the fifth token, and is called within a `generate`."""
+    """A streamer that calls `act` at the fifth token, while `generate` is running."""
 
     def __init__(self, act):
         self.act, self.left = act, 5
@@ -153,7 +153,7 @@ class Acting(BaseStreamer):
             self.act()
 
     def end(self):
-        """Nothing is held back."""
+        """Do nothing: no text is held back."""
 
 
 @pytest.mark.parametrize("options", [{}, {"recall": "host"}], ids=["", "recall"])
@@ -234,7 +234,7 @@ def test_cache_change_during_generate_affects_next_token(policy, act):
 
 
 def acted(ids, model, cache, act):
-    """Whether to stop: never, but at the fifth token something is done to the cache."""
+    """Call `act` at the fifth token and return False, so that generation goes on."""
     if ids.shape[1] == 65:
         act(model, cache)
     return False
@@ -345,7 +345,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_model_change_between_calls_is_visible_in_next_capture(change):
+def test_model_change_between_calls_affects_next_call(change):
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     before = generated(model, cache, ids)

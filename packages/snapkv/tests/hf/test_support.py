@@ -1,4 +1,4 @@
-"""What does not go together is refused in one line, and nothing has changed: every row."""
+"""Every unsupported combination of options raises a one-line error and changes nothing."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How often a GPU would be waited for: every time Python asks for a number that is on it."""
+"""How often Python would wait for a GPU because it reads a number that is stored there."""
 
 import itertools
 
@@ -14,7 +14,7 @@ SNAPKV = SnapKV(budget=16, window_size=4, kernel_size=3)
 
 
 class Asked(TorchDispatchMode):
-    """Counts the operations that bring a number, or a shape that depends on one, to Python."""
+    """Counts operations that make Python wait for a number, or for a shape that depends on one."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Asked(TorchDispatchMode):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Runs a forward pass as on a GPU; how often it asked, in each layer and behind the last."""
+    """Return a function that counts the waits of a forward pass in each layer."""
     to_list, lists = torch.Tensor.tolist, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(1) or to_list(t))
 
@@ -67,10 +67,10 @@ def asked(monkeypatch):
 def test_layers_between_first_and_last_do_not_wait_for_device(
     policy, options, prompt, token, asked
 ):
-    """The check of the votes asks of the first layers, and of all others behind the last.
+    """The fidelity check waits once for the first layers and, after the last, once for all others.
 
-    Where a prefix was scored, it is asked once there whether all scores are numbers. Here all
-    layers choose together, if they can.
+    A policy that scores the prefix waits once more to check that all scores are finite. Here all
+    layers select together if they can.
     """
     model = tiny_model("llama")
     cache = CompressedCache(model, policy, **options)

@@ -1,8 +1,8 @@
 """Write docs/results/families.jsonl and docs/families.md: `make families`.
 
-The page has a few families; `docs/conf.py` puts the one of all in its place where it is built.
+The page lists a few families; `docs/conf.py` replaces it by the full list when it is built.
 
-With `--changes`, print instead what the installed transformers changes in them: `make test-newest`.
+With `--changes`, print how results differ with the installed transformers: `make test-newest`.
 """
 
 import json

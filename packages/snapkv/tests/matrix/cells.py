@@ -1,6 +1,6 @@
-"""What is tried with every model, and how each is judged: right, refused by name, or wrong.
+"""What is tested with every model; each result is right, refused by name, or wrong.
 
-The judge is `tests.oracle`: transformers' own cache, whose attention hides what was dropped.
+The judge is `tests.oracle`: a full cache of transformers whose attention hides evicted tokens.
 """
 
 import copy

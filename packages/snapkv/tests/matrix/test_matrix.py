@@ -1,4 +1,7 @@
-"""No model answers wrong: one of each kind here, every other one under the marker `families`."""
+"""No model gives wrong results.
+
+One model of each kind is tested here, every other model only with the marker `families`.
+"""
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ KINDS = (
     "granitemoehybrid", "kimi_linear", "llama", "llama4_text", "phi3", "qwen3_next",
     "gemma3", "mllama", "qwen2_5_vl", "qwen3_vl",
 )  # fmt: skip
-"""Of each kind of attention and of pictures one; `deepseek_v32` is refused for its indexer."""
+"""One model of each kind of attention and images; `deepseek_v32` is refused for its indexer."""
 SEEING = ("gemma3", "gemma4", "llava", "mllama", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 REST = [pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in KINDS]
 
@@ -49,7 +52,7 @@ def test_model_gives_right_results_or_is_refused(model):
 @pytest.mark.parametrize("model", [name for name in GROWING if name in MODELS])
 @torch.no_grad()
 def test_plan_and_report_count_bytes_of_growing_layers(model):
-    """As transformers' own cache does; plans know it, or refuse the family."""
+    """The bytes equal those of `DynamicCache`; a plan knows the sizes or refuses the family."""
     try:
         cache = CompressedCache(tiny(model), FullCache())
     except UnsupportedModelError:
@@ -90,7 +93,7 @@ def test_families_page_matches_recorded_rows():
 
 
 def test_the_most_used_models_are_compressed():
-    """And all that is refused of them stands in the page."""
+    """Models that accept images must also have results for images."""
     rows = {each["model"]: each for each in KNOWN}
     assert [model for model in MOST_USED if "cells" not in rows[model]] == []
     assert [model for model in SEEING if "images" not in rows[model]] == []

@@ -1,4 +1,4 @@
-"""The families on a CUDA device: sdpa, eager and flash attention, in the dtypes used there."""
+"""Model families on a CUDA device: sdpa, eager and flash attention in 16-bit and 32-bit floats."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ flash = pytest.param(
 
 
 def on_cuda(family, implementation, dtype):
-    """A copy of the family's tiny model on the device, with the wanted attention."""
+    """Return a copy of the tiny model of a family on the device with the given attention."""
     model = copy.deepcopy(tiny_model(family, IMPLEMENTATIONS[family][-1]))
     model.set_attn_implementation(implementation)
     return model.to("cuda", dtype)
@@ -61,7 +61,7 @@ def test_cuda_kernel_encodes_same_codes_as_torch():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recall_over_turns_keeps_same_positions_as_fresh_compression(family):
-    """Copies run in a stream of their own; what they bring back must be whole when it is read."""
+    """Copies run in a separate stream; restored tokens must be complete before they are read."""
     model = on_cuda(family, "sdpa", torch.float32)
     turns = [random_ids(2, PROMPT).cuda(), random_ids(2, 40, seed=1).cuda()]
     cache = CompressedCache(model, POLICY, recall="host")
@@ -95,14 +95,14 @@ def test_captured_steps_give_same_tokens_as_eager_steps(family, policy, quantize
 
 
 class Asking(LlamaRMSNorm):
-    """Reads a number, which is seen before anything is recorded."""
+    """A norm that reads a number, which is detected before capture begins."""
 
     def forward(self, states):
         return super().forward(states * float(states.abs().max() > 0))
 
 
 class Waiting(LlamaRMSNorm):
-    """Waits for the device, which ends a recording."""
+    """A norm that waits for the device, which makes capture fail."""
 
     def forward(self, states):
         torch.cuda.synchronize()
@@ -127,7 +127,7 @@ def test_step_that_cannot_be_captured_runs_eagerly_and_leaves_device_usable(norm
 
 
 def test_a_hundred_prompts_leak_no_device_memory():
-    """A graph goes with the call that recorded it."""
+    """A graph is freed with the call that captured it."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 120).cuda()
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     held = []
@@ -146,7 +146,7 @@ def test_a_hundred_prompts_leak_no_device_memory():
 
 
 def test_peak_memory_of_prefill_is_no_higher_than_with_full_cache():
-    """Peak memory of reading a prompt is no higher than without compression."""
+    """Each layer frees its evicted tokens before the next layer is read."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 400).cuda()
     peaks = []
     for policy in (FullCache(), SnapKV(64, window_size=16)):

@@ -1,4 +1,7 @@
-"""Flex attention on a CPU, where transformers itself can run it (no sinks, a C++ compiler)."""
+"""Flex attention on a CPU.
+
+It needs a C++ compiler, and transformers does not support sinks there.
+"""
 
 import copy
 import shutil
@@ -21,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(params=["llama", "gemma3_text"])
 def models(request):
-    """The same model with eager and with flex attention."""
+    """Return the same model with eager and with flex attention."""
     torch._dynamo.reset()
     eager = tiny_model(request.param, "eager")
     flex = copy.deepcopy(eager)

@@ -1,4 +1,4 @@
-"""A budget that covers the prompt changes nothing; a 4-D mask of the caller is refused."""
+"""A budget that covers the prompt does not change the logits; 4-D masks of callers are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Reading layer by layer gives what reading at once gives; for every family see `test_masked`."""
+"""`layer_by_layer` reads a prompt with the result of a single pass and restores the model."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""One reading for several caches: every cache is as if the model had read the prompt into it."""
+"""One reading fills several caches; each cache is as if the model had read the prompt into it."""
 
 import pytest
 import torch
@@ -111,7 +111,7 @@ def test_call_with_mask_positions_or_hidden_states_is_read_by_the_model():
 
 
 def test_shared_bytes_predicts_size_of_shared_reading():
-    """By hand: 64 tokens, 4 layers, 8 query heads and 2 times 2 of 8 numbers each, 4 bytes."""
+    """64 tokens, 4 layers, 8 query heads and 2 KV heads of keys and values, 8 floats of 4 bytes."""
     model = tiny_model("llama")
     shared = SharedReading(model, random_ids(1, 64))
     states = [part for step in shared._steps for part in (step.keys, step.values, step.call.query)]

@@ -1,4 +1,4 @@
-"""What a cache has become is judged: each row is read again alone, and an oracle reads the batch.
+"""Check a cache: each row is read again alone, and an oracle reads the batch.
 
 Alone a row is read with no pads, its turns at once, without copies, files or other rows, and
 without what was cropped. It must keep the same positions and give the same logits. The oracle is

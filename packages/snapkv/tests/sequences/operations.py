@@ -1,4 +1,4 @@
-"""What can be done to a cache, and a sequence of it."""
+"""The operations on a cache, and a sequence of them."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""A sequence is played, and judged after every operation."""
+"""Run a sequence and check the cache after every operation."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Whatever is done to a cache, every row is as it is alone, and sees what it keeps and no more."""
+"""After any sequence of operations, each row is as if read alone and sees only what it keeps."""
 
 import os
 from dataclasses import replace
@@ -15,7 +15,7 @@ FINE = (EQUAL, REFUSED)
 
 
 def shortened(sequence):
-    """The sequence without operations and options that it fails without, too, and its verdict."""
+    """Remove what the failure does not need; return the shorter sequence and its verdict."""
     verdict = play(sequence)
     for part in ("operations", "options"):
         for place in reversed(range(len(getattr(sequence, part)))):
