@@ -125,9 +125,7 @@ def test_layers_that_share_keys_must_be_on_one_device():
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "int4", "h2o", "recall"])
-def test_sharded_model_gives_same_tokens_after_reorder_crop_save_and_load(
-    name, require_same, tmp_path
-):
+def test_sharded_model_gives_same_tokens_after_crop_and_load(name, require_same, tmp_path):
     def run(model, put):
         cache, path = new_cache(model, name), tmp_path / model.device.type
         text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)

@@ -73,9 +73,7 @@ def read(model, cache, ids, how):
 
 
 @pairs(name=list(POLICIES), implementation=["sdpa", "eager"], where=list(WHERE), how=READ)
-def test_layer_that_attends_to_extra_keys_is_refused_by_name(
-    name, implementation, where, how, adds_a_key
-):
+def test_layer_that_adds_keys_is_refused_by_name(name, implementation, where, how, adds_a_key):
     model = peaked_model(tiny_config("llama"), implementation)
     cache, ids = CompressedCache(model, POLICIES[name]), random_ids(2, 70)
     adds_a_key(model, WHERE[where])
@@ -102,9 +100,7 @@ class Without(nn.Module):
 
 
 @pairs(name=list(POLICIES), where=[(2,), (3,), (1, 2), (2, 3)], most_bytes=[0, 1 << 30])
-def test_layer_that_never_attends_to_prompt_end_is_named_in_error(
-    name, where, most_bytes, monkeypatch
-):
+def test_error_names_layer_without_attention(name, where, most_bytes, monkeypatch):
     """The attention is removed after the cache was made; `generate` and plain calls both fail."""
     monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(2, 70)

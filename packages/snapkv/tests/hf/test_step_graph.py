@@ -75,9 +75,7 @@ OBSTACLES = dict.fromkeys(HYBRID, "eager: ") | {"deepseek_v3": "share what is st
 
 
 @pytest.mark.parametrize(("family", "implementation"), ONCE)
-def test_decode_steps_of_every_family_are_one_graph_or_report_names_obstacle(
-    family, implementation
-):
+def test_steps_of_every_family_are_one_graph_or_report_says_why_not(family, implementation):
     cache, _ = as_eager(tiny_model(family, implementation), random_ids(2, 60))
     assert OBSTACLES.get(family, "one graph") in cache.report()["steps"]
 
@@ -123,9 +121,7 @@ def recorded(monkeypatch):
 
 
 @pytest.mark.parametrize("new_tokens", [40, 31, 30])
-def test_full_append_buffer_is_doubled_and_step_is_captured_again(
-    new_tokens, recorded, monkeypatch
-):
+def test_full_append_buffer_is_doubled_and_recaptured(new_tokens, recorded, monkeypatch):
     monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 4)
     as_eager(tiny_model("llama"), random_ids(2, 60), AdaKV(POLICY), max_new_tokens=new_tokens)
     assert len(recorded) == 3 + (new_tokens > 29), "of 4, 8, 16 tokens, and what is left"

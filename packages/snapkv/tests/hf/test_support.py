@@ -87,9 +87,7 @@ def test_incompatible_options_are_refused_with_remedy(said, policy, options):
 
 
 @pytest.mark.parametrize("recall", ["cpu", "Host", "none"])
-def test_recall_refuses_words_like_cpu_instead_of_taking_them_as_folder(
-    recall, tmp_path, monkeypatch
-):
+def test_recall_does_not_take_words_like_cpu_as_folder(recall, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         InvalidArgumentError, match=f"got '{recall}'. Use 'host', or use './{recall}'"

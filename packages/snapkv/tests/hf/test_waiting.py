@@ -64,9 +64,7 @@ def asked(monkeypatch):
     ],
     ids=["snapkv", "h2o", "r-kv", "adakv", "default", "default int4"],
 )
-def test_layers_between_first_and_last_do_not_wait_for_device(
-    policy, options, prompt, token, asked
-):
+def test_middle_layers_do_not_wait_for_device(policy, options, prompt, token, asked):
     """The fidelity check waits once for the first layers and, after the last, once for all others.
 
     A policy that scores the prefix waits once more to check that all scores are finite. Here all

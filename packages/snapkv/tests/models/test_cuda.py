@@ -41,9 +41,7 @@ def on_cuda(family, implementation, dtype):
 @pytest.mark.parametrize("implementation", ["sdpa", flash])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_low_precision_attention_keeps_nearly_same_positions_as_eager(
-    family, implementation, dtype, padded
-):
+def test_low_precision_keeps_nearly_same_positions_as_eager(family, implementation, dtype, padded):
     ids = random_ids(2, PROMPT).cuda()
     mask = torch.ones_like(ids)
     mask[1, : 120 if padded else 0] = 0
