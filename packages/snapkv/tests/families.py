@@ -1,4 +1,4 @@
-"""One tiny random model per family, built from its real config class; nothing is downloaded."""
+"""One tiny random model per family, built from its real config class without a download."""
 
 import functools
 
@@ -85,13 +85,13 @@ IMPLEMENTATIONS = {family: ("sdpa", "eager") for family in FAMILIES} | {
 }
 
 HYBRID = tuple(family for family in FAMILIES if _OWN[family].get("sliding_window"))
-"""Those that have layers with a sliding window beside full ones."""
+"""Families that have layers with a sliding window as well as full-attention layers."""
 
 ONCE = tuple(
     (family, IMPLEMENTATIONS[family][index % len(IMPLEMENTATIONS[family])])
     for index, family in enumerate(FAMILIES)
 )
-"""Every family under one implementation of attention, sdpa and eager in turns."""
+"""Every family with one attention implementation, alternating between sdpa and eager."""
 
 # Smaller ones, one per kind of layer, for suites of many cases.
 
@@ -198,11 +198,11 @@ KINDS = {
     "linear latent": ("kimi_linear", "sdpa", _KIMI),
     "convolutions": ("lfm2", "sdpa", _CONVOLUTIONS),
 }
-"""Family, attention implementation and settings, by what makes the kind special."""
+"""Family, attention implementation and settings, keyed by what is special about the kind."""
 
 
 def small_config(kind: str, **changes):
-    """The config of a kind, as small as it can be and still have all that can go wrong."""
+    """Return the smallest config of a kind that still has all of its special features."""
     family, _, settings = KINDS[kind]
     settings = {**_SMALL, **settings, **changes}
     given = {name: value for name, value in settings.items() if value is not None}
@@ -211,7 +211,7 @@ def small_config(kind: str, **changes):
 
 @functools.cache
 def small_model(kind: str) -> PreTrainedModel:
-    """The model of a kind, with an attention that is peaked."""
+    """Return the small model of a kind, with peaked attention."""
     return peaked_model(small_config(kind), KINDS[kind][1])
 
 
@@ -221,12 +221,12 @@ def tiny_config(family: str, **changes):
 
 @functools.cache
 def tiny_model(family: str, implementation: str = "sdpa") -> PreTrainedModel:
-    """The model of a family, with an attention that is peaked."""
+    """Return the tiny model of a family, with peaked attention."""
     return peaked_model(tiny_config(family), implementation)
 
 
 def tiny_gpt2() -> PreTrainedModel:
-    """Learned positions, and projections that are transposed."""
+    """Return a GPT-2, which has learned positions and transposed projections."""
     sizes = {"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 64}
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt2", **sizes, bos_token_id=1, eos_token_id=2)
@@ -234,7 +234,7 @@ def tiny_gpt2() -> PreTrainedModel:
 
 
 def peaked_model(config, implementation: str) -> PreTrainedModel:
-    """A model whose attention is peaked, so that what is kept matters."""
+    """Return a random model with peaked attention, so that evicting tokens changes the logits."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     with torch.no_grad():
@@ -255,35 +255,35 @@ def random_ids(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
-"""Logits that differ by the order of float32 sums only."""
+"""Tolerances for logits that differ only by the order of float32 sums."""
 
 
 @torch.no_grad()
 def call(model, cache, ids, **options) -> torch.Tensor:
-    """(B, N, V): the logits of one forward pass over a cache."""
+    """Return the logits of one forward pass with a cache, (B, N, V)."""
     return model(ids, past_key_values=cache, **options).logits
 
 
 def read(model, policy, ids, mask=None, **options) -> CompressedCache:
-    """A cache with these options that has read a prompt."""
+    """Return a new cache that has read the prompt `ids`."""
     cache = CompressedCache(model, policy, **options)
     call(model, cache, ids, attention_mask=mask)
     return cache
 
 
 def kept_of(cache) -> list:
-    """The positions that the heads of every row hold, by compressed layer."""
+    """Return the kept positions of every row and head, for each compressed layer."""
     return [cache.kept_positions(layer).tolist() for layer in cache.compressed_layers]
 
 
 def generated(model, cache, ids, **options) -> torch.Tensor:
-    """(B, T): the ids with a greedy answer behind them, of six tokens if nothing else is said."""
+    """Return the ids and a greedy answer after them, (B, T); by default it has six tokens."""
     usual = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     return model.generate(ids, past_key_values=cache, **usual | options)
 
 
 def left_padded(lengths, seed=0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of rows of these lengths, pads in front."""
+    """Return ids and mask of left-padded rows of these lengths."""
     longest = max(lengths)
     ids, mask = random_ids(len(lengths), longest, seed), torch.ones(len(lengths), longest).long()
     for row, tokens in enumerate(lengths):
@@ -292,7 +292,7 @@ def left_padded(lengths, seed=0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def require_integrity(layer):
-    """The numbers of a compressed layer are those of its slots and its store."""
+    """Check that the counts of a compressed layer agree with its slots and its store."""
     slots, store = layer.slots, layer.store
     assert layer.seen_tokens == slots.count_seen(store.slots), "tokens seen"
     assert slots.chosen_slots <= store.slots, "slots of what was chosen"

@@ -1,4 +1,4 @@
-"""Python in a process of its own, as a user begins one: offline, what is deprecated an error."""
+"""Run Python code in a new process, offline and with deprecation warnings as errors."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 
 def run_python(*arguments, folder):
-    """What it prints; an error of it fails the test."""
+    """Run code and return what it prints; fail the test if it raises an error."""
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning", *arguments],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Gates of drawn weights, of the sizes that a test needs."""
+"""Gates with random weights in the sizes that a test needs."""
 
 import torch
 
@@ -6,7 +6,7 @@ from snapkv.policies.gate import Gate, feature_count
 
 
 def drawn_gate(layers=4, heads=2, size=8, *, seed=0, model=""):
-    """A gate whose keys and values are of one size."""
+    """Return a gate whose keys and values have the same size."""
     source = torch.Generator().manual_seed(seed)
     weights = torch.randn(layers, heads, feature_count(size, size), generator=source)
     return Gate.of(weights, size, size, model)

@@ -1,4 +1,4 @@
-"""Every method once and in its variants, small enough for prompts of 90 tokens."""
+"""Every compression method and its variants, with budgets for prompts of 90 tokens."""
 
 from snapkv import policies as kv
 from tests.gates import drawn_gate

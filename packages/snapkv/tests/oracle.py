@@ -1,4 +1,4 @@
-"""The judge of every family: a full cache whose attention is masked to the kept set.
+"""The judge of every family: a full cache whose attention is masked to the kept positions.
 
 It shares nothing with the library but the kept positions: transformers' own DynamicCache holds
 every token, and each layer's eager attention gets a bias that hides what the compressed cache has
@@ -23,7 +23,7 @@ _updated: list[int] = []
 
 
 def _layer_of(key: torch.Tensor) -> int | None:
-    """Whose keys these are: those that it has handed out, or what was made of the last ones."""
+    """Return the layer that returned these keys, or the layer that was updated last."""
     if key.data_ptr() in _handed_out:  # perhaps by another layer, where layers share them
         return _handed_out[key.data_ptr()][0]
     return _updated[-1] if _updated else None
@@ -31,7 +31,7 @@ def _layer_of(key: torch.Tensor) -> int | None:
 
 @contextlib.contextmanager
 def _watching(full):
-    """Within this block it is known which layer of a full cache was updated last."""
+    """Record which layer of a full cache was updated last within this block."""
     update = full.update
 
     def updating(key_states, value_states, layer_idx, *args, **options):
@@ -53,7 +53,7 @@ def _watching(full):
 
 
 def _masked_eager(module, query, key, value, attention_mask, **options):
-    """Eager attention that hides this layer's dropped columns from all tokens behind them."""
+    """Compute eager attention that hides the evicted columns of this layer from later tokens."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if options.get("scaling") is None:  # as sdpa takes it (the picture tower of Llama 4)
         options["scaling"] = query.shape[-1] ** -0.5
@@ -76,7 +76,7 @@ AttentionMaskInterface.register("masked_oracle", ALL_MASK_ATTENTION_FUNCTIONS["e
 
 
 def unwrapped(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
-    """A copy of the model that has nothing to do with the library."""
+    """Return a copy of the model that the library has not wrapped."""
     reference = copy.deepcopy(model)
     uninstall(reference)
     reference.set_attn_implementation(implementation)
@@ -84,14 +84,14 @@ def unwrapped(model: PreTrainedModel, implementation: str) -> PreTrainedModel:
 
 
 def masked_judge(model: PreTrainedModel) -> PreTrainedModel:
-    """An `unwrapped` copy that hides what it is told to."""
+    """Return an `unwrapped` copy whose attention hides the columns that the caller sets."""
     reference = unwrapped(model, "eager")
     reference.set_attn_implementation("masked_oracle")
     return reference
 
 
 def hidden_columns(cache, prompt_tokens: int, pads=None) -> dict[int, torch.Tensor]:
-    """Per compressed layer (B, H, T) bool: the prompt columns the cache has dropped."""
+    """Return the prompt columns that the cache has evicted, (B, H, T) bool per compressed layer."""
     hidden = {}
     for layer_idx in cache.compressed_layers:
         kept = cache.kept_positions(layer_idx)
@@ -106,7 +106,7 @@ def hidden_columns(cache, prompt_tokens: int, pads=None) -> dict[int, torch.Tens
 def masked_decode_logits(
     model: PreTrainedModel, cache, ids: torch.Tensor, continuation: torch.Tensor, mask=None
 ) -> torch.Tensor:
-    """Logits of feeding `continuation` token by token after the prompt `ids`, (B, N, V)."""
+    """Return the logits, (B, N, V), of reading `continuation` token by token after `ids`."""
     reference = masked_judge(model)
     full = DynamicCache(config=reference.config)
     mask, prompt = torch.ones_like(ids) if mask is None else mask, ids.shape[1]
@@ -122,7 +122,7 @@ def masked_decode_logits(
 
 @torch.no_grad()
 def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, positions):
-    """Logits (B, N, V) of one pass over a full cache, in which layers hide columns seen before.
+    """Return the logits, (B, N, V), of one pass over a full cache that hides earlier columns.
 
     `reference` is a `masked_judge`, `hidden` (B, H, seen) bool per layer.
     """
@@ -138,9 +138,9 @@ def masked_pass(reference: PreTrainedModel, full, hidden: dict, ids, mask, posit
 
 @contextlib.contextmanager
 def hiding_by_step(full, hidden: list[dict]) -> Iterator[Callable[[], None]]:
-    """Within this block a judge's passes over a full cache hide what `hidden` says, pass by pass.
+    """Hide columns from the passes of a judge over a full cache; `hidden` has one entry per pass.
 
-    What is given is to be called after each of them.
+    The caller must call the yielded function after each pass.
     """
     steps = iter(hidden)
 

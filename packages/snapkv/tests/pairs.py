@@ -1,4 +1,4 @@
-"""Products of parameters, chosen so that any two values meet at least once."""
+"""Combinations of test parameters in which any two values occur together at least once."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from allpairspy import AllPairs
 
 
 def pairs(**axes: Any) -> pytest.MarkDecorator:
-    """Parametrize by these axes; a value of a mapping is named by its key."""
+    """Parametrize a test by these axes; a value of a mapping gets its key as id."""
     named = {name: _named(values) for name, values in axes.items()}
     if len(named) == 1:
         raise ValueError("pairs: expected two axes or more; use pytest.mark.parametrize")

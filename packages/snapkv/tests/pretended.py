@@ -1,4 +1,4 @@
-"""Two devices that are not there: tensors that say they are on one, and whose values are at hand.
+"""Two pretended devices: tensors report one of them as their device, but are held on the CPU.
 
 Every operation runs on the CPU, and an operation on tensors of two devices is refused, as a GPU
 would. What needs CUDA itself (streams, kernels, its memory) is not pretended.
@@ -29,14 +29,14 @@ class _Backend(_DummyBackendModule):
 
 @functools.cache
 def device(index=0):
-    """The device of that number; from the first call on 0 is this process's accelerator."""
+    """Return a pretended device; the first call makes it the accelerator of this process."""
     if not index:
         _setup_privateuseone_for_python_backend(NAME, _Backend())
     return torch.device(NAME, index)
 
 
 class Pretended(torch.Tensor):
-    """A tensor on a device whose values are in `held`, on the CPU."""
+    """A tensor that reports a pretended device; its values are in `held`, on the CPU."""
 
     @staticmethod
     def __new__(cls, held, on):
@@ -65,12 +65,12 @@ class Pretended(torch.Tensor):
 
 @functools.cache
 def _on_a_device(cls):
-    """A subclass of tensors whose values are on such a device."""
+    """Return the subclass of `cls` for tensors on a pretended device."""
     return type(cls.__name__, (cls, Pretended), {})
 
 
 def run(function, arguments, options):
-    """Run an operation of PyTorch on the values, and say where its results are."""
+    """Run a PyTorch operation on the CPU values and wrap the results for their device."""
     name = function.overloadpacket.__name__
     there = [t for t in _tensors(arguments, options) if isinstance(t, Pretended)]
     must_match = arguments
@@ -118,7 +118,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What PyTorch does before it comes to operations."""
+    """Handles the PyTorch functions that do not reach the dispatcher as operations."""
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = dict(options or {})
@@ -134,7 +134,7 @@ class _Functions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def pretending():
-    """Inside, tensors can be made on the device and moved there and back."""
+    """Let tensors be created on the pretended device and moved there and back in this block."""
     there = device(0)
     with _Operations(), _Functions():
         yield there

@@ -1,4 +1,4 @@
-"""One document and many questions: as good as reading both together, for each of them."""
+"""One document and many questions: each answer is as if both had been read together."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def answered(model, inputs):
 
 
 def read_together(model, questions, policy=POLICY, document=None):
-    """Answers and caches of each question behind the whole document, read from the start."""
+    """Read the document together with each question; return the answers and caches."""
     found = []
     for question in questions:
         ids = torch.cat([text() if document is None else document, torch.tensor([question])], 1)
@@ -59,7 +59,7 @@ def assert_as_if_read_together(model, inputs, expected):
 @pytest.mark.parametrize(
     ("lengths", "chunk_tokens"), [((20, 12, 9), None), ((3, 1, 5), 25), ((30, 2), 25)]
 )
-def test_questions_of_different_lengths_share_the_document(lengths, chunk_tokens):
+def test_questions_of_different_lengths_match_document_read_with_each(lengths, chunk_tokens):
     model, questions = tiny_model("qwen3"), asked(*lengths)
     document = Document(model, text(), POLICY, chunk_tokens=chunk_tokens)
     inputs = document.inputs(questions)
@@ -71,7 +71,7 @@ def test_questions_of_different_lengths_share_the_document(lengths, chunk_tokens
 @pytest.mark.parametrize(
     "policy", [AdaKV(POLICY), SnapKV("30%", window_size=WINDOW)], ids=["adakv", "bytes"]
 )
-def test_other_methods_choose_for_each_question_too(policy):
+def test_other_policies_select_separately_for_each_question(policy):
     model, questions = tiny_model("llama"), asked(20, 11)
     inputs = Document(model, text(), policy).inputs(questions)
     assert_as_if_read_together(model, inputs, read_together(model, questions, policy))
@@ -80,8 +80,8 @@ def test_other_methods_choose_for_each_question_too(policy):
 
 
 @pytest.mark.parametrize("tokens", [5, 30, 60, 140])
-def test_a_whole_question_votes_with_the_defaults_method(tokens):
-    """As if both had been read together by a cache that knows how long the question is."""
+def test_all_question_tokens_vote_with_default_policy(tokens):
+    """The result equals that of one reading in which the length of the question is known."""
     model, (question,) = tiny_model("llama"), asked(tokens)
     inputs = Document(model, text(), default_policy(BUDGET)).inputs([question])
     ids = torch.cat([text(), torch.tensor([question])], 1)
@@ -96,7 +96,7 @@ def test_a_whole_question_votes_with_the_defaults_method(tokens):
     assert (kept[0] != kept[1]) == (16 < tokens <= 128)  # else it says nothing
 
 
-def test_asking_leaves_the_document_as_it_was_and_a_conversation_can_follow():
+def test_questions_leave_document_unchanged_and_conversation_can_follow():
     model, document = tiny_model("llama"), Document(tiny_model("llama"), text(), POLICY)
     before = document.host_bytes
     first = document.inputs(asked(20))
@@ -127,7 +127,7 @@ def test_a_document_can_be_read_layer_by_layer_and_saved(tmp_path):
         Document.load(tmp_path / "three", model)
 
 
-def test_what_is_no_document_or_no_question_is_refused():
+def test_invalid_document_or_questions_are_refused():
     model = tiny_model("llama")
     with pytest.raises(InvalidTypeError, match="input_ids: expected a tensor of integers"):
         Document(model, "text", POLICY)

@@ -1,4 +1,4 @@
-"""KVzip: the scores are those of plain attention while the text is read again."""
+"""KVzip: the scores equal plain attention while the text is read a second time."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ INSTRUCTION = (5, 6, 7)
 
 
 def entering(model, ids):
-    """What every attention module reads, by layer: (B, T, hidden)."""
+    """Return attention weights, cache and the input of each attention module, (B, T, hidden)."""
     found, hooks = {}, []
     for index, layer in enumerate(model.model.layers):
 
@@ -51,9 +51,9 @@ def entering(model, ids):
 
 
 def plain_scores(model, ids, *, plus):
-    """The highest attention by layer and query head; KVzip+ weighs it by what it adds.
+    """Return the highest attention by layer and query head, computed from transformers' output.
 
-    Out of transformers' own weights, values and states.
+    With `plus`, the attention is weighted by the norm of what the value adds (KVzip+).
     """
     reference, best = unwrapped(model, "eager"), {}
     for piece in ids.split(CHUNK, dim=1):
@@ -83,7 +83,7 @@ def plain_scores(model, ids, *, plus):
         ("phi3", 1, True),
     ],
 )
-def test_what_is_kept_received_most_while_the_text_was_repeated(family, rows, plus):
+def test_scores_equal_highest_attention_while_text_is_repeated(family, rows, plus):
     model, ids = tiny_model(family, "eager"), random_ids(rows, TOKENS)
     policy = replace(POLICY, plus=plus)
     prompts = read_layers(model, ids, CompressedCache(model, policy), instruction_ids=INSTRUCTION)
@@ -106,11 +106,12 @@ def test_what_is_kept_received_most_while_the_text_was_repeated(family, rows, pl
     assert all(not layer.self_attn._forward_pre_hooks for layer in model.model.layers)
 
 
-def test_plus_by_hand():
-    """Two queries, of states of length 1 and 4, behind two positions of values worth 1 and 3.
+def test_kvzip_plus_scores_match_worked_example():
+    """Two queries with norms 1 and 4 follow two positions with value norms 1 and 3.
 
-    The first pays them (1/3, 1/3), so 1/3 and 1; the second, of logits (ln 8, 0) beside its own
-    and the first's of 0, pays (8/11, 1/11), over 4 (2/11, 3/44). So the most is 1/3 and 1.
+    The first query gives both positions a weight of 1/3, which makes scores of 1/3 and 1. The
+    second query has logits (ln 8, 0) for the two positions and 0 for both queries, which makes
+    weights of (8/11, 1/11) and scores of (2/11, 3/44). The highest scores are 1/3 and 1.
     """
     seen = worked_layer(
         keys=torch.tensor([[[[1.0], [0.0], [0.0], [0.0]]]]),
@@ -131,7 +132,7 @@ def short_model(positions):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_pieces_are_as_short_as_the_positions_left():
+def test_chunks_are_shortened_to_fit_position_limit():
     torch.manual_seed(0)
     model, ids, seen = short_model(TOKENS + 13), random_ids(1, TOKENS), []
     hook = model.model.rotary_emb.register_forward_pre_hook(
@@ -143,7 +144,7 @@ def test_pieces_are_as_short_as_the_positions_left():
     assert cache.report().kept_tokens == BUDGET
 
 
-def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
+def test_second_reading_refuses_unsuitable_policies_models_and_inputs():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     for policy in (SnapKV(BUDGET, window_size=4), PyramidKV(BUDGET, window_size=4)):
         with pytest.raises(InvalidArgumentError, match="policy: expected KVzip"):
@@ -177,7 +178,7 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("pieces", [None, 20])
-def test_a_prompt_that_is_read_once_is_refused_before_any_layer_has_changed(family, pieces):
+def test_kvzip_refuses_single_reading_before_any_layer_changes(family, pieces):
     model, ids = tiny_model(family), random_ids(1, TOKENS)
     cache, said = (
         CompressedCache(model, AcrossLayers(POLICY)),

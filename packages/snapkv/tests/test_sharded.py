@@ -1,6 +1,6 @@
-"""Models that accelerate spreads over two devices that are not there, or offloads: all as on one.
+"""Models that accelerate spreads over two pretended devices, or offloads, give the same tokens.
 
-Every layer's tokens, and all that is noted of them, stay on the layer's device.
+The tokens of each layer and all state about them stay on the device of the layer.
 """
 
 import copy
@@ -46,15 +46,15 @@ MIXED = {
 
 
 @pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
-def test_tensors_of_two_devices_are_refused(mix):
+def test_operation_on_tensors_of_two_pretended_devices_fails(mix):
     with pretending() as there, pytest.raises(RuntimeError, match="all tensors on one device"):
         mix(torch.ones(3), torch.ones(3, device=there))
 
 
 def spread(model, first, second, split):
-    """Its layers from `split` on, and the last norm, on the second device; the rest on the first.
+    """Put the layers from `split` on and the last norm on the second device, the rest on the first.
 
-    The output projection, which may be the embedding, stays with it.
+    The output projection stays with the embedding, because they may share weights.
     """
     base, decoder = model.base_model_prefix, model.get_decoder()
     places = {name: first for name, _ in model.named_children() if name != base}
@@ -68,7 +68,7 @@ def spread(model, first, second, split):
 
 
 def require_in_place(cache):
-    """All that each layer holds is on the layer's device."""
+    """Check that everything a cache layer holds is on the device of the model's layer."""
     devices = layer_devices(cache.model)
     assert len(set(devices.values())) == 2
     for index, layer in enumerate(cache.layers):
@@ -83,7 +83,7 @@ def require_in_place(cache):
 
 @pytest.fixture
 def require_same():
-    """Run something with a model on the CPU, and spread over both devices: the same comes out."""
+    """Return a check that `run` gives equal results on the CPU and spread over two devices."""
 
     def require(run, model=None, split=None):
         here = tiny_model("llama") if model is None else model
@@ -99,7 +99,7 @@ def require_same():
 
 
 @pytest.mark.parametrize("name", [*CACHES, *BYTES])
-def test_every_method_and_storage(name, require_same):
+def test_sharded_model_gives_same_tokens_for_every_method_and_storage(name, require_same):
     def run(model, put):
         cache = new_cache(model, name)
         text = model.generate(put(IDS), attention_mask=put(MASK), past_key_values=cache, **OPTIONS)
@@ -112,12 +112,12 @@ def test_every_method_and_storage(name, require_same):
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_layer(kind, name, require_same):
+def test_sharded_model_gives_same_tokens_for_every_kind_of_layer(kind, name, require_same):
     split = 2 if kind == "shared" else None  # the layers that share keys lie behind
     require_same(lambda model, put: generated(model, put, name, IDS), small_model(kind), split)
 
 
-def test_layers_that_share_keys_are_not_parted():
+def test_layers_that_share_keys_must_be_on_one_device():
     with pretending() as first:
         model = spread(copy.deepcopy(small_model("shared")), first, device(1), 3)
         with pytest.raises(UnsupportedModelError, match="Put layers 2 to 3 on one device with"):
@@ -125,7 +125,7 @@ def test_layers_that_share_keys_are_not_parted():
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "int4", "h2o", "recall"])
-def test_turns_rows_crop_and_file(name, require_same, tmp_path):
+def test_sharded_model_gives_same_tokens_after_crop_and_load(name, require_same, tmp_path):
     def run(model, put):
         cache, path = new_cache(model, name), tmp_path / model.device.type
         text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
@@ -176,14 +176,14 @@ def second_reading(model, put):
 
 
 @pytest.mark.parametrize("way", [spans, by_layer, drafts, second_reading])
-def test_other_ways_to_read_and_to_go_on(way, require_same):
+def test_sharded_model_gives_same_tokens_with_spans_layerwise_drafts_and_kvzip(way, require_same):
     require_same(way)
 
 
 @pytest.mark.parametrize(
     "name", ["snapkv", "criticalkv", "expected-attention", "streaming-llm moved", "adakv"]
 )
-def test_offloaded_weights(name, tmp_path):
+def test_model_with_offloaded_weights_gives_same_tokens(name, tmp_path):
     def run(model):
         cache = new_cache(model, name)
         text = model.generate(IDS, past_key_values=cache, **OPTIONS)

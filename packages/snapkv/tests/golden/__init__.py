@@ -1,4 +1,4 @@
-"""What the library does today, case by case, written down so that every change can be held to it.
+"""The golden record: the results of many cases, with which every change is compared.
 
     python -m tests.golden --renew CASE ...    record these cases, also new ones
     python -m tests.golden --renew             record all cases anew

@@ -9,7 +9,7 @@ from tests.golden.golden import FILE, renewed
 
 
 def main() -> None:
-    """Record what the options say."""
+    """Record the cases that the options name."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--renew", nargs="*", metavar="CASE", help="record these cases, or all, anew")

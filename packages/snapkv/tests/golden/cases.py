@@ -1,4 +1,4 @@
-"""The cases: one choice along every axis. Any choice of one axis goes with any of the others."""
+"""The cases: one choice on each axis. Choices on different axes can be combined freely."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -126,7 +126,7 @@ THEN = (
 
 @dataclass(frozen=True)
 class Case:
-    """One choice per axis; the first of each axis is its default."""
+    """A case: one choice on each axis, by default the first one."""
 
     model: str = MODELS[0]
     policy: str = "snapkv"
@@ -153,7 +153,7 @@ assert tuple(AXES) == tuple(field.name for field in fields(Case))
 
 
 def parse(text: str) -> Case:
-    """The case that has this name: one choice per axis."""
+    """Return the case with this name, which lists the choices on the axes."""
     case = Case(*text.split("/"))
     for axis, choices in AXES.items():
         if getattr(case, axis) not in choices:

@@ -1,4 +1,4 @@
-"""The committed record: which cases are in it, and what holds where numbers round otherwise."""
+"""The committed record, and the comparison with it on machines that round differently."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,14 +9,14 @@ from tests.golden.record import Record
 
 FILE = Path(__file__).parent / "golden.json.xz"
 LOGITS = 4
-"""How many logits of each row are written down; the digest is of all of them."""
+"""Number of logits of each row that are recorded; the digest covers all of them."""
 
 
 def recorded(names: Iterable[str]) -> Record:
-    """The record of these cases, as the committed file has it.
+    """Run these cases and return their record in the form of the committed file.
 
-    Of each case it is written down how many stages `hold`: they have the same tokens and positions
-    if the weights are off by one part in a million, so no other way of rounding will change them.
+    The record says how many stages of each case `hold`: their tokens and positions stay equal if
+    the weights change by one part in a million, so rounding will not change them either.
     """
     made = record.made(map(parse, names))
     for name, found in made["cases"].items():
@@ -28,19 +28,19 @@ def recorded(names: Iterable[str]) -> Record:
 
 
 def renewed(names: Sequence[str]) -> Record:
-    """Return the committed record with these cases recorded anew; with all, if none is named."""
+    """Return the committed record with these cases recorded again, or all if none is named."""
     before = record.read(FILE)
     found = recorded(names or before["cases"])
     return {**found, "cases": before["cases"] | found["cases"]}
 
 
 def closeness(case: Case) -> float:
-    """How far logits may be apart: where rounding flips a code of few bits, by some hundredths."""
+    """Return the allowed difference of logits; rounding may change a quantized code."""
     return 0.25 if "quantize" in STORAGES[case.storage] else 1e-3
 
 
 def _alike(found: Record, other: Record) -> int:
-    """How many stages from the first on have the same tokens and positions in both."""
+    """Count the leading stages with equal tokens and positions in both records."""
     for count, (one, two) in enumerate(zip(found["stages"], other["stages"], strict=False)):
         if (one["tokens"], one["positions"]) != (two["tokens"], two["positions"]):
             return count
@@ -48,10 +48,10 @@ def _alike(found: Record, other: Record) -> int:
 
 
 def beyond_rounding(found: Record, recorded: Record) -> list[str]:
-    """In what a case differs from its record by more than another way of rounding could explain.
+    """Return the differences between a case and its record that rounding cannot explain.
 
-    The error, the stages, and the reports of what was seen are the same whatever the rounding; so
-    are tokens and positions in the stages that `hold`, and their logits are `close`.
+    Rounding does not change the error or the names of the stages. In the stages that `hold`, it
+    does not change tokens, positions and reports either, and the logits are `close`.
     """
     told = [
         f"{part}: {found.get(part)}, recorded {recorded.get(part)}"

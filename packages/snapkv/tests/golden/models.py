@@ -1,4 +1,4 @@
-"""Tiny models whose weights are the same bits everywhere: integers, scaled by powers of two."""
+"""Tiny models with equal weights on every machine: integers that are scaled by powers of two."""
 
 import functools
 import math
@@ -17,10 +17,10 @@ _MODELS = {
     "least": ("llama", {"num_hidden_layers": 2, "head_dim": 4}),
     "gpt-oss": ("sinks", {}),
 }
-"""The kind of each of them, and what is changed."""
+"""The kind of each model and the changes to it."""
 
 MODELS = tuple(name for name in _MODELS if name != "least")
-"""Plain attention by two implementations; sliding layers beside full ones; latents; sinks."""
+"""Plain attention in two implementations; sliding and full layers; latent attention; sinks."""
 
 _SPREAD = 148.0  # standard deviation of the sum of four bytes
 _MODULUS = 2**31 - 1
@@ -28,7 +28,7 @@ _MODULUS = 2**31 - 1
 
 @functools.cache
 def golden_model(name: str, *, nudged: bool = False) -> PreTrainedModel:
-    """A model of `MODELS`, in evaluation; nudged, its weights are off by one part in a million."""
+    """Return a model of `MODELS`; `nudged` changes its weights by one part in a million."""
     kind, changes = _MODELS[name]
     model = AutoModelForCausalLM.from_config(
         small_config(kind, **changes), attn_implementation=KINDS[kind][1]
@@ -50,7 +50,7 @@ def golden_gate() -> Gate:
 
 
 def _filling(label: str, shape: torch.Size, number: int) -> torch.Tensor:
-    """Integers between -510 and 510, about normal, scaled so that a product keeps its size."""
+    """Return roughly normal integers from -510 to 510, scaled so that products keep their size."""
     count = shape.numel()
     drawn = sum(_bytes(count, 4 * number + part) for part in range(4)) - 510
     inputs = shape[-1] if len(shape) > 1 else 16
@@ -59,7 +59,7 @@ def _filling(label: str, shape: torch.Size, number: int) -> torch.Tensor:
 
 
 def _bytes(count: int, seed: int) -> torch.Tensor:
-    """Whole numbers from 0 to 255, by two rounds of a multiplicative generator."""
+    """Return integers from 0 to 255 from two rounds of a multiplicative generator."""
     state = (torch.arange(count, dtype=torch.int64) + 1) * 48271 + (seed + 1) * 69621
     for _ in range(2):
         state = (state % _MODULUS) * 1_664_525 % _MODULUS
@@ -68,7 +68,7 @@ def _bytes(count: int, seed: int) -> torch.Tensor:
 
 
 def drawn_ids(rows: int, tokens: int, seed: int) -> torch.Tensor:
-    """(rows, tokens) int64 from 3 to 63; of a prompt, the middle stands there twice."""
+    """Return ids from 3 to 63, (rows, tokens) int64; the middle of a prompt occurs twice."""
     ids = 3 + _bytes(rows * tokens, 1000 + seed).view(rows, tokens) % 61
     third = tokens // 3
     if third > 8:

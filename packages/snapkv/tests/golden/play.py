@@ -1,4 +1,4 @@
-"""What happens in a case: a prompt is read, an answer given, and something done with the cache."""
+"""Run a case: read a prompt, generate an answer, and apply an operation to the cache."""
 
 import contextlib
 import copy
@@ -25,14 +25,14 @@ PROMPT, PADS, PIECE, ANSWER = 70, 23, 20, 8
 
 @dataclass(frozen=True)
 class Stage:
-    """What is seen of a cache from outside at one moment.
+    """The observable state of a cache at one moment.
 
     Attributes:
-        name: of the moment.
-        tokens: (B, N), those that were generated since the last one.
+        name: the name of the moment.
+        tokens: (B, N), the tokens that were generated since the last stage.
         logits: (B, V) float32, of the last forward pass.
         positions: per compressed layer, (B, heads, kept).
-        report: as `cache.report()` gives it.
+        report: the result of `cache.report()`.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Stage:
 
 
 class Talk:
-    """A cache and all that was said to it, turn by turn.
+    """A conversation: a cache and the ids that it has read, turn by turn.
 
     Args:
-        model: who answers.
-        case: how.
-        folder: where files may lie.
+        model: the model that answers.
+        case: the case to run.
+        folder: a folder for files.
     """
 
     def __init__(self, model: PreTrainedModel, case: Case, folder: Path) -> None:
@@ -75,12 +75,12 @@ class Talk:
         return CompressedCache(self.model, POLICIES[self.case.policy](), **options)
 
     def forget(self) -> None:
-        """Nothing was said yet."""
+        """Start the conversation again with no tokens."""
         self.ids = torch.empty(self.rows, 0, dtype=torch.int64)
         self.mask = torch.empty(self.rows, 0, dtype=torch.int64)
 
     def ask(self, tokens: int, seed: int) -> None:
-        """The next prompt; in a batch the first row's first one is shorter."""
+        """Read the next prompt; the first row of a batch has a shorter first prompt."""
         ids = drawn_ids(self.rows, tokens, seed)
         mask = torch.ones_like(ids)
         if self.rows == 2 and not self.mask.shape[1]:
@@ -138,7 +138,7 @@ class Talk:
         return contextlib.nullcontext()
 
     def _answer_by_hand(self, name: str, new_tokens: int) -> Stage:
-        """Plain calls: the prompt in announced pieces, then token by token."""
+        """Read the prompt in announced pieces and generate token by token in plain calls."""
         end, seen = self.ids.shape[1], self.cache.get_seq_length()
         self.cache.expect_prompt(end)
         for stop in (*range(seen + PIECE, end, PIECE), end):
@@ -151,7 +151,7 @@ class Talk:
         return self.stage(name, torch.cat(said, 1), logits)
 
     def read(self, stop: int) -> Tensor:
-        """The logits behind token `stop`, all that was said read up to there in one plain call."""
+        """Read all unread tokens up to `stop` in one plain call and return the last logits."""
         seen, mask = self.cache.get_seq_length(), self.mask[:, :stop]
         ids = self.ids[:, seen:stop]
         self.cache.expect_tokens(ids)
@@ -162,7 +162,7 @@ class Talk:
         return output.logits[:, -1]
 
     def feed(self, name: str, tokens: int, seed: int) -> Stage:
-        """Plain text behind an answer, one token after the other."""
+        """Read more text after an answer, one token at a time."""
         for token in drawn_ids(self.rows, tokens, seed).split(1, dim=1):
             self._hear(token)
             logits = self.read(self.ids.shape[1])
@@ -175,7 +175,7 @@ class Talk:
 
 @torch.no_grad()
 def stages(model: PreTrainedModel, case: Case) -> Iterator[Stage]:
-    """All that is seen in a case, in order; raises what the library refuses it with."""
+    """Run a case and yield its stages in order; errors of the library are raised."""
     with tempfile.TemporaryDirectory() as folder:
         if case.then == "document":
             yield from _document(model, case, Path(folder))
@@ -189,7 +189,7 @@ def stages(model: PreTrainedModel, case: Case) -> Iterator[Stage]:
 
 
 def _read_twice(talk: Talk) -> Stage:
-    """KVzip's reading; into a cache of one's own where it has options."""
+    """Read a prompt with KVzip, into a prepared cache if the case has options."""
     policy = POLICIES[talk.case.policy]()
     if talk.case.storage == "dynamic" and talk.case.turns == "append":
         talk.cache = read_context(talk.model, talk.ids, policy, instruction_ids=(5, 6))
@@ -234,7 +234,7 @@ def _beams(talk: Talk) -> Iterator[Stage]:
 
 
 def _rows(talk: Talk) -> Iterator[Stage]:
-    """Rows doubled, put in another order, chosen."""
+    """Repeat rows, reorder them and select some."""
     yield talk.answer("answer", 4)
     talk.ask(6, 4)
     talk.answer("second answer", 2)
@@ -264,14 +264,14 @@ def _crop(talk: Talk) -> Iterator[Stage]:
 
 
 def _take_back(talk: Talk, tokens: int) -> None:
-    """Crop what was read; of what was said, its last token may not have been read."""
+    """Crop the cache; the last token of the conversation may not have been read yet."""
     talk.cache.crop(-tokens)
     seen = talk.cache.get_seq_length()
     talk.ids, talk.mask = talk.ids[:, :seen], talk.mask[:, :seen]
 
 
 def _reset(talk: Talk) -> Iterator[Stage]:
-    """Emptied for a prompt that fits the budget, then for a long one, of other numbers of rows."""
+    """Reset for a prompt that fits the budget, then for a long one, with other row counts."""
     yield talk.answer("answer")
     for tokens, name in ((18, "answer to a short prompt"), (PROMPT - 9, "answer to a long one")):
         talk.cache.reset()
@@ -296,7 +296,7 @@ def _save(talk: Talk) -> Iterator[Stage]:
 
 
 def load(path: Path, model: PreTrainedModel, case: Case) -> Any:
-    """The cache of a file, and the tensors that lie beside it."""
+    """Return the cache of a file and the tensors that were saved with it."""
     # Files of the first release have how many token ids a policy was made with, not which.
     given = {"policy": POLICIES["fastgen"]()} if case.policy == "fastgen" else {}
     return CompressedCache.load_with(path, model, **given)
@@ -314,7 +314,7 @@ def _copy(talk: Talk) -> Iterator[Stage]:
 
 
 def _document(model: PreTrainedModel, case: Case, folder: Path) -> Iterator[Stage]:
-    """One document, questions alone and in a batch, saved and loaded."""
+    """Ask a document single questions and a batch, before and after saving it."""
     options = dict(TURNS[case.turns])
     if options.get("recall") == "folder":
         options["recall"] = folder / "recall"

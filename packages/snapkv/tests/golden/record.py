@@ -1,4 +1,4 @@
-"""Records: what was seen in every case, as compressed JSON, and in what two of them differ."""
+"""Records of the results of cases: written as compressed JSON, read, and compared."""
 
 import hashlib
 import json
@@ -26,12 +26,12 @@ _OF_LAYERS = ("kind", "seen_tokens", "kept_tokens", "held_bytes", "full_bytes")
 
 
 def seen_in(case: Case, *, nudged: bool = False) -> Record:
-    """What is seen in a case."""
+    """Run a case and return its record."""
     return noted(stages(golden_model(case.model, nudged=nudged), case))
 
 
 def noted(seen: Iterator[Stage]) -> Record:
-    """What is seen: stages, and the error that ended them, if one did."""
+    """Return a record of the stages and of the error that ended them, if there was one."""
     threads, found = torch.get_num_threads(), []
     record: Record = {"stages": found}
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def _told(stage: Stage) -> Record:
 
 
 def runs(kept: Tensor) -> list[list[str]]:
-    """Positions (B, heads, kept) as text: "-" for each place that a row leaves empty, then runs."""
+    """Return positions, (B, heads, kept), as text: "-" for each empty slot, then runs."""
     return [[_runs(head) for head in row] for row in kept.tolist()]
 
 
@@ -80,9 +80,9 @@ def _bits(values: Tensor) -> str:
 
 
 def _plain(text: str) -> str:
-    """An error's text without what may change: addresses, folders, and the modules of names.
+    """Return an error text without addresses, folders and module names, which may change.
 
-    Nor with parameters that came later, where they are at their defaults.
+    Parameters that were added later are removed if they have their defaults.
     """
     for later in ("decay=None, sink_tokens=0, ", ", window_reduce='mean', voters=None"):
         text = text.replace(later, "")
@@ -92,13 +92,13 @@ def _plain(text: str) -> str:
 
 
 def numbers(bits: str) -> Tensor:
-    """The float32 values that were written as bits."""
+    """Return the float32 values that were recorded as hexadecimal bits."""
     return torch.frombuffer(bytearray.fromhex(bits), dtype=torch.float32)
 
 
 @torch.no_grad()
 def arithmetic() -> str:
-    """How numbers are rounded here: a digest of fixed products, and of the models by themselves."""
+    """Return a digest of fixed products and model outputs, which shows how this machine rounds."""
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     digest = hashlib.sha256()
@@ -135,19 +135,19 @@ def made(cases: Iterable[Case]) -> Record:
 
 
 def write(record: Record, path: Path) -> None:
-    """Into a compressed file, the same bytes for the same record."""
+    """Write a record to a compressed file; equal records give equal bytes."""
     text = json.dumps(record, separators=(",", ":"), sort_keys=True)
     path.write_bytes(lzma.compress(text.encode()))
 
 
 def read(path: Path) -> Record:
-    """What `write` has written."""
+    """Read a record that `write` has written."""
     found: Record = json.loads(lzma.decompress(path.read_bytes()))
     return found
 
 
 def differences(found: Record, expected: Record) -> list[str]:
-    """In what two records of one case differ, bit for bit; nothing where they do not."""
+    """Return the differences between two records of one case, compared bit for bit."""
     told = []
     if found.get("error") != expected.get("error"):
         told.append(f"error: {found.get('error')}, recorded {expected.get('error')}")
@@ -175,7 +175,7 @@ def _differences(found: Record, expected: Record) -> list[str]:
 
 
 def distance(found: Record, expected: Record) -> float:
-    """How far the logits of two stages are apart, those that are written down of both."""
+    """Return the largest difference between the recorded logits of two stages."""
     if len(found["logits"]) != len(expected["logits"]):
         return float("inf")
     most = 0.0

@@ -1,4 +1,4 @@
-"""Files that `cache.save` and `Document.save` wrote once, and what their caches go on with."""
+"""Files that earlier releases saved, and the tokens that the loaded caches must generate."""
 
 import tempfile
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ KINDS = {
 
 @torch.no_grad()
 def write() -> None:
-    """Write all files anew, and what they go on with; what is tested is that old ones load."""
+    """Write all files and expected results again; the test checks that old files load."""
     FOLDER.mkdir(exist_ok=True)
     for kind, case in KINDS.items():
         path = FOLDER / f"{kind}.safetensors"
@@ -63,7 +63,7 @@ def _expected() -> Record:
 
 @torch.no_grad()
 def loaded(kind: str) -> Iterator[Stage]:
-    """What is seen of a saved cache that goes on."""
+    """Load a saved cache, continue with it, and yield its stages."""
     case, path = KINDS[kind], FOLDER / f"{kind}.safetensors"
     model = golden_model(case.model)
     if case.then == "document":

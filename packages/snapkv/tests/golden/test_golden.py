@@ -1,4 +1,4 @@
-"""Every case of the committed record, seen again; and that no difference would go unseen."""
+"""Every case matches the golden record, and the comparison detects every difference."""
 
 import copy
 
@@ -13,25 +13,25 @@ BY_ROUNDING_ONLY = tuple(RECORDED)[::12]
 
 @pytest.fixture(scope="module")
 def arithmetic():
-    """How numbers are rounded here."""
+    """Return the digest of how this machine rounds numbers."""
     return record.arithmetic()
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_case_is_as_it_was_recorded(name, arithmetic):
-    """Bit for bit; where numbers are rounded in another way, in all that rounding cannot change."""
+def test_case_matches_its_golden_record(name, arithmetic):
+    """On a machine that rounds differently, only what rounding cannot change is compared."""
     is_exact = RECORDED[name]["arithmetic"] == arithmetic
     compare = record.differences if is_exact else golden.beyond_rounding
     assert not compare(record.seen_in(parse(name)), RECORDED[name])
 
 
 @pytest.mark.parametrize("name", BY_ROUNDING_ONLY)
-def test_another_way_of_rounding_passes_for_what_it_is(name):
-    """Weights that are off by one part in a million stand for another machine."""
+def test_perturbed_weights_match_golden_record_within_rounding(name):
+    """Weights that are changed by one part in a million simulate another machine."""
     assert not golden.beyond_rounding(record.seen_in(parse(name), nudged=True), RECORDED[name])
 
 
-def test_rounding_excuses_next_to_nothing():
+def test_nearly_all_recorded_stages_are_independent_of_rounding():
     stages = sum(len(case["stages"]) for case in RECORDED.values())
     assert sum(case["hold"] for case in RECORDED.values()) >= 0.98 * stages
 
@@ -42,7 +42,7 @@ def seen():
 
 
 def changed(seen, change):
-    """Return a copy of a record in which something of its last stage is another."""
+    """Return a copy of a record in which `change` was applied to the last stage."""
     other = copy.deepcopy(seen)
     change(other["stages"][-1])
     return other
@@ -59,13 +59,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_is_told_in_either_way(seen, change):
+def test_changed_record_is_detected_bit_for_bit_and_within_rounding(seen, change):
     other = {**changed(seen, change), "hold": len(seen["stages"]), "close": 1e-3}
     assert record.differences(seen, other)
     assert golden.beyond_rounding(seen, other)
 
 
-def test_logits_are_compared_to_the_bit_or_to_what_rounding_can_do(seen):
+def test_logits_are_compared_bit_for_bit_or_within_rounding(seen):
     nudged = {**record.seen_in(Case(), nudged=True), "hold": len(seen["stages"]), "close": 1e-3}
     assert any("logits" in line for line in record.differences(seen, nudged))
     assert not golden.beyond_rounding(seen, nudged)

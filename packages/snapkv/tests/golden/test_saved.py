@@ -1,4 +1,4 @@
-"""Files that were written once load, and their caches go on with the same tokens and positions."""
+"""Files of earlier releases load, and their caches continue with the recorded tokens."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def compare():
 
 
 @pytest.mark.parametrize("kind", saved.KINDS)
-def test_a_file_of_old_goes_on_as_it_did(kind, compare):
+def test_saved_file_loads_and_continues_as_recorded(kind, compare):
     found = record.noted(saved.loaded(kind))
     assert "error" not in found
     assert not compare(found, RECORDED["cases"][kind])

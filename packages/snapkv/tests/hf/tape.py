@@ -1,6 +1,7 @@
-"""A CUDA graph's stand-in on a CPU: what was run is run again on the very same tensors.
+"""A stand-in for a CUDA graph on a CPU: it replays operations on the tensors they were recorded on.
 
-As there, numbers that Python knew stay what they were, and nothing but the operations happens.
+As with a CUDA graph, numbers that Python has read keep their recorded values, and a replay runs
+only tensor operations, no Python code.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from snapkv.hf.cache_argument import cache_among
 
 
 class Tape(TorchDispatchMode):
-    """Notes every operation; `replay` runs them in their order."""
+    """Records every tensor operation; `replay` runs them again in order."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +37,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """Records on a CPU; what is recorded has not happened, as on a GPU."""
+    """Records on a CPU. As on a GPU, a recorded operation has no effect until it is replayed."""
 
     side_stream = staticmethod(contextlib.nullcontext)
 
@@ -48,7 +49,7 @@ class TapeRecorder:
 
 @contextlib.contextmanager
 def recording_on_a_cpu():
-    """Within this block a CPU is as a device whose work can be recorded."""
+    """Let decode steps be captured on a CPU within this block."""
     own = GenerationMixin._valid_auto_compile_criteria
 
     def criteria(model, model_kwargs, config):

@@ -1,4 +1,4 @@
-"""Attention of few queries: keys and values are read as they are stored."""
+"""Attention of a few queries reads the keys and values of each KV head without repeating them."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ PAST = torch.ones(S, S, dtype=torch.bool).tril()
 
 
 def call_with(queries, mask=None, **options):
-    """A call, and the keys that the wrapped attention is given."""
+    """Return a call and a list that collects the keys passed to the wrapped attention."""
     torch.manual_seed(0)
     given = []
 
@@ -38,7 +38,7 @@ def call_with(queries, mask=None, **options):
 
 
 def plain(call, visible, scaling=D**-0.5, bias=0.0):
-    """(B, Q, Hq, Dv): attention by the book; visible is (..., Q, S) bool."""
+    """Return plain attention, (B, Q, Hq, Dv); `visible` is a (..., Q, S) bool mask."""
     key, value = (states.repeat_interleave(G, dim=1) for states in (call.key, call.value))
     scores = call.query @ key.transpose(-1, -2) * scaling + bias
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
@@ -46,7 +46,7 @@ def plain(call, visible, scaling=D**-0.5, bias=0.0):
 
 
 @pairs(queries=(1, 2, FEW_QUERIES, FEW_QUERIES + 1), kind=("none", "boolean", "additive"))
-def test_a_chain_sees_the_past_and_itself(queries, kind):
+def test_causal_queries_attend_to_the_past_and_to_themselves(queries, kind):
     visible = PAST[-queries:].expand(B, 1, -1, -1).clone()
     if kind != "none":
         visible[1, :, :, :7] = False  # pads of the second row
@@ -61,7 +61,7 @@ def test_a_chain_sees_the_past_and_itself(queries, kind):
 
 
 @pytest.mark.parametrize("pads", [False, True])
-def test_one_query_of_a_narrow_type_is_grouped_as_well(pads):
+def test_single_bfloat16_query_is_grouped_by_kv_head(pads):
     visible = PAST[-1:].expand(B, 1, -1, -1).clone()
     if pads:
         visible[1, :, :, :7] = False
@@ -80,7 +80,7 @@ def test_one_query_of_a_narrow_type_is_grouped_as_well(pads):
     assert shapes == [(B, HKV, G, D)]
 
 
-def test_few_queries_are_one_head_of_their_group():
+def test_few_queries_of_a_group_are_passed_as_one_head():
     call, given = call_with(4)
     shapes = []
 
@@ -93,7 +93,7 @@ def test_few_queries_are_one_head_of_their_group():
     assert given[0] is call.key
 
 
-def test_a_mask_or_bias_per_head_is_left_to_the_wrapped_attention():
+def test_mask_or_bias_per_head_gives_same_output_as_plain_attention():
     visible = PAST[-4:].expand(B, HKV * G, -1, -1).clone()
     visible[:, 1, :, :5] = False
     call, _ = call_with(4, visible)

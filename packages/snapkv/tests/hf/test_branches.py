@@ -1,4 +1,4 @@
-"""A pass over alternatives gives what each branch gives alone; the cache of one branch stays."""
+"""One pass over a tree of tokens gives each branch its own logits; the cache keeps one branch."""
 
 import copy
 
@@ -40,7 +40,7 @@ def read_cache(model, storage):
 
 
 @pairs(storage=list(STORAGES), implementation=["sdpa", "eager"], branch=BRANCHES)
-def test_each_branch_is_read_as_alone_and_one_is_kept(storage, implementation, branch):
+def test_each_branch_is_read_as_alone_and_one_can_be_kept(storage, implementation, branch):
     model = tiny_model("llama", implementation)
     cache = read_cache(model, storage)
     alone = copy.deepcopy(cache)
@@ -74,7 +74,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_kept_is_refused_and_nothing_has_changed(why):
+def test_keep_among_last_refuses_invalid_arguments_and_changes_nothing(why):
     tokens, places, said = REFUSED[why]
     cache = read_cache(model := tiny_model("llama"), "dense")
     call(model, cache, random_ids(1, 5, seed=3))
@@ -87,7 +87,7 @@ def test_what_cannot_be_kept_is_refused_and_nothing_has_changed(why):
     )
 
 
-def test_tokens_that_were_read_for_good_are_refused():
+def test_keep_among_last_requires_past_recording():
     model = tiny_model("llama")
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(1, PROMPT))
@@ -96,7 +96,7 @@ def test_tokens_that_were_read_for_good_are_refused():
         cache.keep_among_last(5, torch.tensor([0, 2]))
 
 
-def test_nothing_is_left_of_branches_when_their_pass_has_failed():
+def test_branches_are_cleared_after_failed_forward_pass():
     with pytest.raises(RuntimeError, match="stop"), branching(TreeBranches(VISIBLE)):
         raise RuntimeError("stop")
     assert forward_context.current.branches is None

@@ -1,4 +1,4 @@
-"""The cache through plain `model(...)` calls, its bookkeeping, its report and its refusals."""
+"""The cache in plain `model(...)` calls: its token counts, its report and its errors."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def model():
 
 @pytest.fixture
 def filled(model):
-    """A cache that has read one prompt of 80 tokens, and four more tokens."""
+    """Return a cache that has read a prompt of 80 tokens and four more tokens."""
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(2, PROMPT))
     call(model, cache, random_ids(2, 4, seed=1))
@@ -59,14 +59,14 @@ def filled(model):
 # Bookkeeping.
 
 
-def test_it_says_whether_it_holds_tokens_as_transformers_own_does(model):
+def test_is_initialized_matches_dynamic_cache(model):
     for cache in (DynamicCache(config=model.config), CompressedCache(model, POLICY)):
         assert not cache.is_initialized
         call(model, cache, random_ids(2, PROMPT))
         assert cache.is_initialized
 
 
-def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled):
+def test_crop_removes_window_tokens_but_refuses_to_reach_evicted_tokens(model, filled):
     before, again = copy.deepcopy(filled), random_ids(2, 2, seed=3)
     call(model, filled, random_ids(2, 3, seed=2))
     filled.crop(-3)
@@ -81,7 +81,7 @@ def test_crop_reaches_into_the_window_but_not_beyond_what_is_whole(model, filled
 
 
 class OnlyTheThirdLayer(SnapKV):
-    """Drops tokens in that layer alone."""
+    """A policy that evicts tokens only in layer 2."""
 
     can_select_stacked = False
 
@@ -89,7 +89,7 @@ class OnlyTheThirdLayer(SnapKV):
         return super().select(layer) if layer.layer_idx == 2 else None
 
 
-def test_a_crop_that_one_layer_refuses_changes_none(model):
+def test_crop_refused_by_one_layer_changes_no_layer(model):
     ids, cache = random_ids(1, PROMPT), CompressedCache(model, OnlyTheThirdLayer(BUDGET))
     call(model, cache, ids)
     before = kept_of(cache)
@@ -104,7 +104,7 @@ def test_a_crop_that_one_layer_refuses_changes_none(model):
 # The report.
 
 
-def test_report_counts_bytes_of_the_tensors_and_of_a_full_cache(model, filled):
+def test_report_counts_bytes_of_stored_tensors_and_of_full_cache(model, filled):
     plain = DynamicCache(config=model.config)
     reference = unwrapped(model, "sdpa")
     call(reference, plain, random_ids(2, PROMPT + 4))
@@ -126,7 +126,7 @@ def test_report_counts_bytes_of_the_tensors_and_of_a_full_cache(model, filled):
     assert room == kept.nbytes // (BUDGET + 4) * ROOM_TOKENS, "and not the whole prompt"
 
 
-def test_report_is_json_and_prints_a_table(filled):
+def test_report_serializes_to_json_and_prints_as_table(filled):
     assert json.loads(json.dumps(filled.report())) == filled.report()
     text = str(filled.report())
     assert "84 tokens seen, 36 kept of 80 and 4 after: " in text
@@ -149,8 +149,8 @@ def test_notebook_shows_kept_tokens_of_equal_layers_as_one_bar(filled):
 @pytest.mark.parametrize(
     "policy", [SnapKV(200), METHODS["h2o"], METHODS["tova"]], ids=lambda policy: policy.name
 )
-def test_kept_counts_no_token_behind_the_choice(policy):
-    """Where a method evicts after every token, all that it holds was chosen."""
+def test_kept_count_excludes_tokens_appended_after_selection(policy):
+    """A policy that evicts after every token has selected all tokens that the cache holds."""
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), policy)
     assert repr(cache).endswith("0 tokens seen, 0 kept: 0 B of 0 B (100.0%))")
     model.generate(random_ids(1, 80), past_key_values=cache, max_new_tokens=5, do_sample=False)
@@ -158,12 +158,12 @@ def test_kept_counts_no_token_behind_the_choice(policy):
     assert f"84 tokens seen, {kept}: " in repr(cache)
 
 
-def test_pickling_names_what_does_it(filled):
+def test_pickling_a_cache_is_refused_and_points_to_save(filled):
     with pytest.raises(InvalidTypeError, match=r"cache\.save\(path\)"):
         pickle.dumps(filled)
 
 
-def test_report_names_layers_that_stay_transformers_own():
+def test_report_names_uncompressed_layers_by_transformers_class():
     model = tiny_model("gemma3_text")
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(1, PROMPT))
@@ -185,7 +185,7 @@ def test_right_padding_is_refused(model):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_another_batch_size_is_refused_and_changes_nothing(family):
+def test_changed_batch_size_is_refused_and_leaves_cache_unchanged(family):
     model, message = tiny_model(family), r"expected a batch of 2.*got 3"
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(2, PROMPT))
@@ -198,7 +198,7 @@ def test_another_batch_size_is_refused_and_changes_nothing(family):
     call(model, cache, random_ids(2, 1))
 
 
-def test_several_answers_of_a_row_are_refused_with_what_makes_room_for_them(model):
+def test_beam_search_on_filled_cache_is_refused_until_rows_are_repeated(model):
     cache, ids = CompressedCache(model, POLICY), random_ids(1, PROMPT + 2)
     call(model, cache, ids[:, :PROMPT])
     said = r"batch of 1.*got 2\. .*call cache\.batch_repeat_interleave\(2\) first"
@@ -208,7 +208,7 @@ def test_several_answers_of_a_row_are_refused_with_what_makes_room_for_them(mode
     assert generated(model, cache, ids, num_beams=2).shape == (1, PROMPT + 8)
 
 
-def test_a_cache_is_refused_after_an_interrupted_forward_until_it_is_reset(model):
+def test_cache_is_refused_after_interrupted_forward_pass_until_reset(model):
     cache = CompressedCache(model, POLICY)
     broken = model.model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
     with broken, pytest.raises(ZeroDivisionError):
@@ -222,7 +222,7 @@ def test_a_cache_is_refused_after_an_interrupted_forward_until_it_is_reset(model
 
 
 @pytest.mark.parametrize("tokens", [0, 2.5, PROMPT])
-def test_expect_prompt_refuses(filled, tokens):
+def test_expect_prompt_refuses_invalid_prompt_length(filled, tokens):
     with pytest.raises((InvalidArgumentError, InvalidTypeError), match="prompt"):
         filled.expect_prompt(tokens)
 
@@ -240,7 +240,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_models_that_cannot_be_compressed_right_are_refused_by_name(case):
+def test_unsupported_model_is_refused_by_class_name(case):
     family, changes, reason = REFUSED[case]
     small = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, **changes}
     kind = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
@@ -252,8 +252,8 @@ def test_models_that_cannot_be_compressed_right_are_refused_by_name(case):
     )
 
 
-def test_attention_that_the_votes_do_not_describe_is_refused():
-    """A family whose attention does something unknown is refused, not scored wrongly."""
+def test_attention_that_votes_cannot_reproduce_is_refused():
+    """The scores would be wrong if the model changed its attention in an unknown way."""
     model = copy.deepcopy(tiny_model("llama"))
     model.set_attn_implementation(_twisted_attention())
     with pytest.raises(UnsupportedModelError, match=r"LlamaAttention.*votes would be wrong"):
@@ -262,7 +262,7 @@ def test_attention_that_the_votes_do_not_describe_is_refused():
 
 
 def _twisted_attention() -> str:
-    """Register an attention with a temperature that nobody is told of."""
+    """Register an attention function that scales its queries without telling the cache."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -275,7 +275,7 @@ def _twisted_attention() -> str:
     return "twisted"
 
 
-def test_a_copy_of_a_cache_shares_the_model(model, filled, monkeypatch):
+def test_deep_copy_of_cache_shares_the_model(model, filled, monkeypatch):
     def refuse(*_):
         raise AssertionError("a parameter was copied")
 
@@ -286,13 +286,13 @@ def test_a_copy_of_a_cache_shares_the_model(model, filled, monkeypatch):
     assert other.get_seq_length() == filled.get_seq_length() == PROMPT + 5
 
 
-def test_a_model_that_has_no_caches_refuses_those_of_another(model):
+def test_model_without_caches_refuses_cache_of_another_model(model):
     cache, other = CompressedCache(model, POLICY), peaked_model(tiny_config("llama"), "sdpa")
     with pytest.raises(CacheMismatchError, match="of another model"):
         call(other, cache, random_ids(1, PROMPT))
 
 
-def test_a_refused_forward_pass_leaves_nothing_behind(model):
+def test_refused_forward_pass_leaves_no_state_in_cache(model):
     cache, other = CompressedCache(model, POLICY), copy.deepcopy(tiny_model("llama"))
     with pytest.raises(CacheMismatchError, match="a different LlamaAttention"):
         call(other, cache, random_ids(1, PROMPT))
@@ -302,7 +302,7 @@ def test_a_refused_forward_pass_leaves_nothing_behind(model):
     assert cache.report().kept_tokens == BUDGET
 
 
-def test_other_caches_around_or_beside_one_are_refused(model):
+def test_wrapped_cache_cache_implementation_and_offloading_are_refused(model):
     cache, ids = CompressedCache(model, SnapKV(budget=20, window_size=8)), random_ids(1, 30)
     around = EncoderDecoderCache(cache, DynamicCache())
     with pytest.raises(InvalidArgumentError, match="Pass the CompressedCache directly"):

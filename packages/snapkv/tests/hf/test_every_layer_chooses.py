@@ -1,4 +1,4 @@
-"""A prompt that some layer does not compress is refused; layers that are gone take no part."""
+"""An error is raised if a layer does not compress its prompt; removed layers are left out."""
 
 import copy
 import sys
@@ -37,7 +37,7 @@ READ = ("at once", "in pieces", "by generate")
 
 @pytest.fixture
 def adds_a_key(monkeypatch):
-    """Has layers of a model attend to one key more than the cache has returned."""
+    """Make layers of a model attend to one key more than the cache returned."""
 
     def in_layers(model, layers):
         family = sys.modules[type(model).__module__]
@@ -73,7 +73,7 @@ def read(model, cache, ids, how):
 
 
 @pairs(name=list(POLICIES), implementation=["sdpa", "eager"], where=list(WHERE), how=READ)
-def test_a_layer_that_adds_keys_is_refused_by_name(name, implementation, where, how, adds_a_key):
+def test_layer_that_adds_keys_is_refused_by_name(name, implementation, where, how, adds_a_key):
     model = peaked_model(tiny_config("llama"), implementation)
     cache, ids = CompressedCache(model, POLICIES[name]), random_ids(2, 70)
     adds_a_key(model, WHERE[where])
@@ -93,17 +93,15 @@ def read_and_step(model, cache, ids):
 
 
 class Without(nn.Module):
-    """Passes hidden states on in the place of a layer's attention."""
+    """A replacement of a layer's attention that returns the hidden states unchanged."""
 
     def forward(self, hidden_states, **kwargs):
         return hidden_states, None
 
 
 @pairs(name=list(POLICIES), where=[(2,), (3,), (1, 2), (2, 3)], most_bytes=[0, 1 << 30])
-def test_a_layer_that_never_reads_the_end_of_a_prompt_is_named(
-    name, where, most_bytes, monkeypatch
-):
-    """Attention that is taken out behind the cache's back, by `generate` and in plain calls."""
+def test_error_names_layer_without_attention(name, where, most_bytes, monkeypatch):
+    """The attention is removed after the cache was made; `generate` and plain calls both fail."""
     monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(2, 70)
     said = rf"layer {', '.join(map(str, where))} did not attend.* cache\.reset"
@@ -116,7 +114,7 @@ def test_a_layer_that_never_reads_the_end_of_a_prompt_is_named(
         read_and_step(model, caches[1], ids)
 
 
-def test_a_call_without_the_cache_behind_an_interrupted_pass_answers_as_ever():
+def test_call_without_cache_after_interrupted_pass_gives_unchanged_logits():
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 70)
     expected = model(ids[:, :30]).logits
     cache = CompressedCache(model, SNAPKV)
@@ -144,8 +142,8 @@ def pruned(layers, *, is_counted):
 
 @pytest.mark.parametrize("layers", [(1, 2, 3), (0, 3), (2,)], ids=str)
 @pytest.mark.parametrize("name", POLICIES)
-def test_layers_that_are_gone_take_no_part(name, layers, tmp_path):
-    """As if the others were numbered anew; nothing of the budget is theirs."""
+def test_model_with_removed_layers_matches_renumbered_model(name, layers, tmp_path):
+    """The budget is divided among the remaining layers only."""
     ids, mask = random_ids(2, 70), torch.ones(2, 70).long()
     mask[1, :9] = 0
     found, kept = [], []
@@ -171,7 +169,7 @@ def test_layers_that_are_gone_take_no_part(name, layers, tmp_path):
     assert all(map(torch.equal, *kept))
 
 
-def test_a_layer_that_is_gone_takes_no_part_where_the_last_one_has_no_attention():
+def test_removed_layer_is_skipped_when_last_layer_has_linear_attention():
     kinds = ["full_attention"] * 3 + ["linear_attention"]
     config = small_config("linear", layer_types=kinds, num_hidden_layers=4)
     model = peaked_model(config, "sdpa")
@@ -182,7 +180,7 @@ def test_a_layer_that_is_gone_takes_no_part_where_the_last_one_has_no_attention(
     assert cache.report().chosen_tokens == 24
 
 
-def test_eager_attention_is_found_for_a_class_that_is_derived_elsewhere():
+def test_eager_attention_works_for_subclass_from_another_module():
     model, ids = copy.deepcopy(tiny_model("llama", "eager")), random_ids(1, 70)
     cache, plain = CompressedCache(model, SNAPKV), CompressedCache(model, SNAPKV)
     call(model, plain, ids)
@@ -192,7 +190,7 @@ def test_eager_attention_is_found_for_a_class_that_is_derived_elsewhere():
     assert torch.equal(cache.kept_positions(3), plain.kept_positions(3))
 
 
-def test_a_layer_that_the_configuration_does_not_count_is_refused_by_name():
+def test_layer_index_beyond_configured_layers_is_refused_by_name():
     model = copy.deepcopy(tiny_model("llama"))
     model.model.layers[3].self_attn.layer_idx = 7
     with pytest.raises(
@@ -201,7 +199,7 @@ def test_a_layer_that_the_configuration_does_not_count_is_refused_by_name():
         call(model, CompressedCache(model, SNAPKV), random_ids(1, 70))
 
 
-def test_two_threads_that_use_one_cache_at_once_are_told_so():
+def test_concurrent_use_of_one_cache_is_refused_in_second_thread():
     model, ids = tiny_model("llama"), random_ids(1, 40)
     cache, alone = CompressedCache(model, SNAPKV), CompressedCache(model, SNAPKV)
     may_go_on, has_begun = threading.Event(), threading.Event()
@@ -225,7 +223,7 @@ def test_two_threads_that_use_one_cache_at_once_are_told_so():
     assert torch.equal(cache.kept_positions(3), alone.kept_positions(3))
 
 
-def test_another_cache_goes_through_the_wrapper_while_one_is_open():
+def test_dynamic_cache_can_be_used_between_passes_of_compressed_cache():
     model, ids = tiny_model("llama"), random_ids(1, 70)
     cache = CompressedCache(model, SNAPKV)
     call(model, cache, ids)

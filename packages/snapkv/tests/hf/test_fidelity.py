@@ -1,4 +1,4 @@
-"""The check that votes are computed as the model's attention is: whom it lets pass, whom not."""
+"""The fidelity check: the scores of the votes must reproduce the attention of the model."""
 
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 
 
 class TemperedAttention(torch.nn.Module):
-    """Stands for a family that does something to its scores."""
+    """An attention module of a model family that changes its scores."""
 
 
 def states(dtype=torch.float32, **changes):
-    """Keys with a common direction that queries share: attention far from uniform."""
+    """Return a layer with random states whose attention is far from uniform."""
     source = torch.Generator().manual_seed(0)
     queries = torch.randn(2, 4, 5, 16, generator=source) * 2
     keys = torch.randn(2, 2, 40, 16, generator=source)
@@ -38,7 +38,7 @@ def with_scores(layer, **changed):
 
 
 def attention_output(layer, *, scaling=0.25, bias=None, row=0):
-    """What the model's own attention returns for the last query of a row: (1, Hq, Dv)."""
+    """Return the attention output of the model for the last query of a row, (1, Hq, Dv)."""
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     output = F.scaled_dot_product_attention(
         layer.queries[row : row + 1, :, -1:],
@@ -71,15 +71,15 @@ def assert_refused(layer, output, match="TemperedAttention"):
 
 @dtypes
 @pytest.mark.parametrize("scaling", [0.125, 0.25, 0.5])
-def test_the_models_own_scaling_is_accepted_and_another_one_refused(dtype, scaling):
+def test_scaling_of_model_is_accepted_and_other_scaling_is_refused(dtype, scaling):
     layer = states(dtype, score_options=ScoreOptions(scaling=scaling))
     require_faithful_scores(layer, whole_output(layer, scaling=scaling), module())
     assert_refused(layer, whole_output(layer, scaling=1.0), r"TemperedAttention.*in layer 7")
 
 
 @dtypes
-def test_a_bias_and_what_is_no_number_are_refused(dtype):
-    """A slope over the distance, as ALiBi has."""
+def test_position_bias_and_nan_output_are_refused(dtype):
+    """The bias grows with the distance, as in ALiBi."""
     layer = states(dtype)
     bias = (torch.arange(40) * 0.1).to(dtype).expand(1, 1, 1, 40)
     assert_refused(layer, whole_output(layer, bias=bias))
@@ -89,7 +89,7 @@ def test_a_bias_and_what_is_no_number_are_refused(dtype):
 
 
 def softmax_output(layer, change, *, sinks=None):
-    """Attention of the last query with `change` on its scaled scores: (2, 4, 12)."""
+    """Return attention of the last query, (2, 4, 12), with `change` applied to its scores."""
     keys = layer.keys.repeat_interleave(2, dim=1)
     values = layer.values.repeat_interleave(2, dim=1)
     scores = change(torch.einsum("bhd,bhtd->bht", layer.queries[:, :, -1], keys) * 0.25)
@@ -99,7 +99,7 @@ def softmax_output(layer, change, *, sinks=None):
     return torch.einsum("bht,bhtd->bhd", weights, values)
 
 
-def test_a_softcap_is_part_of_the_scores():
+def test_fidelity_check_applies_softcap_to_scores():
     layer = states()
     capped = softmax_output(layer, lambda scores: 2.0 * torch.tanh(scores / 2.0))
     require_faithful_scores(with_scores(layer, softcap=2.0), capped, module())
@@ -107,7 +107,7 @@ def test_a_softcap_is_part_of_the_scores():
     assert_refused(with_scores(layer, softcap=2.0), whole_output(layer))
 
 
-def test_sinks_are_part_of_the_softmax():
+def test_fidelity_check_includes_sinks_in_softmax():
     layer = states()
     sinks = torch.tensor([2.0, -1.0, 0.5, 3.0])
     output = softmax_output(layer, lambda scores: scores, sinks=sinks)
@@ -117,21 +117,21 @@ def test_sinks_are_part_of_the_softmax():
 
 
 @dtypes
-def test_pads_are_not_attended_to(dtype):
+def test_fidelity_check_excludes_padding(dtype):
     layer = states(dtype)
     padded = replace(layer, pad_tokens=torch.tensor([11, 0]))
     require_faithful_scores(padded, whole_output(padded), module())
     assert_refused(padded, whole_output(layer))
 
 
-def test_dropout_in_training_is_not_mistaken_for_another_attention():
+def test_fidelity_check_is_skipped_in_training_mode():
     layer = states()
     require_faithful_scores(layer, whole_output(layer) * 2, TemperedAttention().train())
     assert_refused(layer, whole_output(layer) * 2)
 
 
 @pytest.mark.parametrize("scaling", [1.0, 2 * 128**-0.5], ids=["forgotten", "twice"])
-def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
+def test_wrong_scaling_in_bfloat16_is_refused_even_with_large_scores(scaling):
     """Fused attention holds its scores in float32, however large they are."""
     source = torch.Generator().manual_seed(0)
     queries = (torch.randn(1, 8, 1, 128, generator=source) * 4).bfloat16()
@@ -146,10 +146,8 @@ def test_large_scores_do_not_excuse_a_wrong_scaling_in_bfloat16(scaling):
 
 @pytest.mark.parametrize("most_bytes", [0, 5000])
 @pytest.mark.parametrize("wrong", [0, 3])
-def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(
-    wrong, most_bytes, monkeypatch
-):
-    """As on a GPU: the first layers at once, the others together; the error names the right one."""
+def test_fidelity_of_later_layers_is_checked_together_at_prompt_end(wrong, most_bytes, monkeypatch):
+    """The first layers are checked when they are read, as on a GPU; the error names the layer."""
     model, judged = tiny_model("llama"), []
 
     def doubtful(prompt, *arguments, **options):
@@ -179,7 +177,7 @@ def test_where_to_ask_is_to_wait_the_layers_are_asked_at_the_prompts_end(
     assert not cache._check.doubts
 
 
-def test_doubts_of_a_pass_that_ended_early_are_forgotten_with_it():
+def test_unchecked_doubts_require_reset_and_are_discarded_by_it():
     model, ids = tiny_model("llama"), random_ids(1, 32)
     cache = read(model, SnapKV(budget=8, window_size=4), ids)
     cache._check.doubts.append(doubt_scores(states(), whole_output(states()) * 2, module()))

@@ -1,4 +1,4 @@
-"""Every way `model.generate` can run, on a compressed cache, against masked full attention."""
+"""`model.generate` on a compressed cache gives the same tokens in all of its greedy modes."""
 
 import copy
 import functools
@@ -32,13 +32,13 @@ families = pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # all fu
 
 
 def generate(model, ids, policy=POLICY, **options):
-    """Tokens and the cache they were generated with."""
+    """Return generated tokens and the cache that was used."""
     cache = CompressedCache(model, policy)
     return model.generate(ids, past_key_values=cache, **{**OPTIONS, **options}), cache
 
 
 def repeating(tokens=PROMPT):
-    """A text in which lookup finds drafts."""
+    """Return a repetitive text, in which prompt lookup finds drafts."""
     return random_ids(1, tokens) % 9 + 3
 
 
@@ -50,7 +50,7 @@ def repeating(tokens=PROMPT):
         ("gemma3_text", PROMPT, "mean", 0),
     ],
 )
-def test_prompt_lookup_equals_greedy(family, tokens, group_reduce, pads):
+def test_prompt_lookup_gives_same_tokens_as_greedy(family, tokens, group_reduce, pads):
     policy = SnapKV(36, window_size=8, kernel_size=5, group_reduce=group_reduce)
     model, ids = tiny_model(family), repeating(tokens)
     mask = torch.ones_like(ids)
@@ -74,7 +74,7 @@ ASSISTANTS = {
 
 @families
 @pytest.mark.parametrize("assistant", ASSISTANTS)
-def test_assistant_model_equals_greedy(family, assistant):
+def test_assistant_model_gives_same_tokens_as_greedy(family, assistant):
     if family == "gemma3_text" and assistant != "another" and SLIDING_LAYERS_CRASH_AFTER_DRAFTS:
         pytest.skip("transformers: a sliding assistant with its own cache crashes at a rejection")
     model, ids = tiny_model(family), random_ids(1, PROMPT)
@@ -96,14 +96,14 @@ class Recorder(TextStreamer):
         self.tokens.append("end")
 
 
-def test_streaming_gives_the_same_tokens():
+def test_streamer_receives_the_returned_tokens():
     streamer = Recorder()
     tokens, _ = generate(tiny_model("llama"), random_ids(1, PROMPT), streamer=streamer)
     assert streamer.tokens == [*tokens[0].tolist(), "end"]
 
 
-def test_restart_feeds_only_what_is_new():
-    """A mask longer than the ids means that only the new ones were passed."""
+def test_second_generate_call_reads_only_new_tokens():
+    """If the mask is longer than the ids, only the new ids were passed."""
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     whole, _ = generate(model, ids, max_new_tokens=12)
     for given in (slice(None), slice(-1, None)):
@@ -118,12 +118,12 @@ def test_restart_feeds_only_what_is_new():
         assert cache.get_seq_length() == PROMPT + 11
 
 
-def test_short_prompt_is_not_compressed_by_verified_drafts():
+def test_verified_drafts_do_not_compress_short_prompt():
     _, cache = generate(tiny_model("llama"), random_ids(1, 34) % 5 + 3, max_new_tokens=12, **LOOKUP)
     assert cache.report().kept_tokens == cache.get_seq_length() == 34 + 11
 
 
-def test_inputs_embeds_equal_ids():
+def test_inputs_embeds_give_same_tokens_as_input_ids():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     tokens, _ = generate(model, ids)
     embeds = model.get_input_embeddings()(ids)
@@ -142,7 +142,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("given", "named"), WAYS.values(), ids=WAYS)
-def test_prompt_is_compressed_at_its_end_however_the_ids_are_passed(given, named):
+def test_prompt_is_compressed_equally_for_every_way_of_passing_ids(given, named):
     model, reports, answers = tiny_model("llama"), [], []
     for args, kwargs in (((IDS,), {}), (given, named)):
         cache = CompressedCache(model, SnapKV(24, window_size=8))
@@ -153,7 +153,7 @@ def test_prompt_is_compressed_at_its_end_however_the_ids_are_passed(given, named
     assert reports[0] == reports[1]
 
 
-def test_other_caches_pass_through_the_wrapped_model():
+def test_wrapped_model_gives_unchanged_tokens_without_compressed_cache():
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
     cache = CompressedCache(model, POLICY)
     plain = unwrapped(model, "sdpa").generate(ids, **OPTIONS)
@@ -170,7 +170,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_leaves_no_announcement_behind(options, error, message):
+def test_refused_generate_call_leaves_no_announced_prompt(options, error, message):
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
     with pytest.raises(error, match=message):
         model.generate(random_ids(1, PROMPT), past_key_values=cache, **OPTIONS, **options)
@@ -188,7 +188,7 @@ SWITCHED_OFF = {
 
 
 @pytest.mark.parametrize(("given", "options"), SWITCHED_OFF.values(), ids=SWITCHED_OFF)
-def test_no_prompt_is_read_once_a_step_however_the_cache_was_switched_off(given, options):
+def test_disabled_use_cache_is_refused_for_every_way_of_disabling(given, options):
     model = copy.deepcopy(tiny_model("llama"))
     model.generation_config.use_cache = False
     cache = CompressedCache(model, POLICY)
@@ -206,8 +206,8 @@ def test_a_mask_of_more_columns_than_tokens_is_refused():
         model.generate(ids, attention_mask=torch.ones(1, 90), past_key_values=cache, **OPTIONS)
 
 
-def test_drafts_are_read_in_a_pass_of_their_own():
-    """Also by the class's own generate, which announces nothing."""
+def test_drafts_are_read_in_separate_pass_after_prompt():
+    """This also holds for `generate` of the class, which does not announce the prompt length."""
     model, ids = tiny_model("llama"), repeating()
     options = {**OPTIONS, "prompt_lookup_num_tokens": 4}
     for own in (model.generate, functools.partial(type(model).generate, model)):
@@ -220,7 +220,7 @@ def test_drafts_are_read_in_a_pass_of_their_own():
         model(ids, past_key_values=cache)
 
 
-def test_the_wrapped_generate_looks_like_the_models_own_and_does_not_keep_it_alive():
+def test_wrapped_generate_keeps_signature_and_does_not_keep_model_alive():
     model = unwrapped(tiny_model("llama"), "sdpa")
     plain = inspect.signature(model.generate)
     cache = CompressedCache(model, POLICY)
@@ -240,7 +240,7 @@ def test_the_wrapped_generate_looks_like_the_models_own_and_does_not_keep_it_ali
         gc.enable()
 
 
-def test_two_threads_do_not_meet():
+def test_concurrent_threads_generate_same_tokens_as_alone():
     model = tiny_model("llama")
     prompts = [random_ids(1, PROMPT, seed=seed) for seed in range(4)]
     alone = [generate(model, ids)[0] for ids in prompts]

@@ -1,6 +1,6 @@
-"""How much work a compressed cache adds to the model's own: numbers that may only fall.
+"""The operations and Python calls that a compressed cache adds to a layer stay within limits.
 
-On a GPU each of them is a launch, or Python between two launches.
+On a GPU each operation is a kernel launch, and each call is time between two launches.
 """
 
 import collections
@@ -33,7 +33,7 @@ VIEWS = {
 
 
 class Operations(TorchDispatchMode):
-    """Counts tensor operations, views left out."""
+    """Counts tensor operations except views."""
 
     count = 0
 
@@ -49,7 +49,7 @@ def counted(read):
 
 
 def calls(read):
-    """Calls of Python functions of the library."""
+    """Count the calls of Python functions of the library."""
     found = collections.Counter()
 
     def follow(frame, event, _):
@@ -65,7 +65,7 @@ def calls(read):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Votes are counted of all rows at once, and so small are they that all layers wait."""
+    """Count votes for all rows at once and let all layers select together, as on a GPU."""
     largest = {**api._IN_TORCH["largest_votes"], "blocked": reference.largest_votes}
     monkeypatch.setitem(api._IN_TORCH, "largest_votes", largest)
 
@@ -78,7 +78,7 @@ def model():
 
 
 def per_layer(count, model, cache):
-    """What reading a prompt takes in a layer, and a step behind it, the second one."""
+    """Return the counts per layer of reading a prompt and of the second decode step after it."""
     ids, step = random_ids(1, PROMPT), random_ids(1, 1, 1)
     prompt = count(lambda: call(model, cache, ids))
     call(model, cache, step)
@@ -99,7 +99,7 @@ LIMITS = {
 @pytest.mark.skipif(RELEASES != ("2.13", "5.24"), reason="other releases do other work")
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_the_work_of_a_layer_may_only_fall(model, way):
+def test_operations_and_calls_per_layer_stay_within_limits(model, way):
     policy, options = WAYS[way]
     own = per_layer(counted, model, DynamicCache(config=model.config))
     operations = per_layer(counted, model, CompressedCache(model, policy, **options))

@@ -1,4 +1,4 @@
-"""What a model carries while it has caches, and that nothing of it is left afterwards."""
+"""A model is wrapped while it has caches and is restored completely afterwards."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ METHODS = tuple(around._AROUND)
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_heap():
-    """What other tests left is none of the collector's business here; it would cost seconds."""
+    """Exclude objects of earlier tests from garbage collection, which would take seconds."""
     gc.collect()
     gc.freeze()
     yield
@@ -54,7 +54,7 @@ def _frozen_heap():
 
 @pytest.fixture(autouse=True)
 def _without_collector():
-    """Caches go where nobody holds them, not when the collector finds them."""
+    """Disable garbage collection, so that a cache is freed when its last reference is deleted."""
     gc.collect()
     gc.disable()
     yield
@@ -62,7 +62,7 @@ def _without_collector():
 
 
 def multimodal(implementation):
-    """Gemma 3 with a picture tower: three configs, one in the other."""
+    """Return Gemma 3 with a vision tower: a config that contains two others."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = tiny_config("gemma3_text").to_dict()
@@ -88,7 +88,7 @@ def llama():
 
 
 def configs(model):
-    """By name, what each config of the model and of its parts says."""
+    """Return the attention implementation in each config of the model and its parts, by name."""
     found = {"": model.config}
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel):
@@ -99,7 +99,7 @@ def configs(model):
 
 
 def state(model):
-    """Everything about a model that an installation may change."""
+    """Return everything about a model that an installation may change."""
     return configs(model), dict(vars(model)), {n: getattr(model, n).__func__ for n in METHODS}
 
 
@@ -121,7 +121,7 @@ def carries(model):
 # The last cache.
 
 
-def test_when_the_last_cache_is_gone_the_model_is_as_it_was(model):
+def test_model_is_restored_after_last_cache_is_deleted(model):
     before, ids = state(model), random_ids(2, 60)
     plain = generated(model, DynamicCache(config=model.config), ids)
     cache = CompressedCache(model, POLICY)
@@ -137,7 +137,7 @@ def test_when_the_last_cache_is_gone_the_model_is_as_it_was(model):
     assert as_it_was(model, before)
 
 
-def test_copies_loaded_caches_and_documents_count(llama, tmp_path):
+def test_copies_loaded_caches_and_documents_keep_model_wrapped(llama, tmp_path):
     before, cache = state(llama), CompressedCache(llama, POLICY)
     expected = generated(llama, cache, random_ids(1, 60))
     cache.save(tmp_path / "cache")
@@ -160,7 +160,7 @@ def test_copies_loaded_caches_and_documents_count(llama, tmp_path):
     assert as_it_was(llama, before)
 
 
-def test_what_fails_leaves_nothing(llama):
+def test_failed_cache_creation_call_or_install_leaves_model_unchanged(llama):
     before = state(llama)
     with pytest.raises(InvalidArgumentError, match="tokenizer"):
         CompressedCache(llama, FastGen())
@@ -189,7 +189,7 @@ INLINE = {
 
 
 @pytest.mark.parametrize("options", INLINE.values(), ids=INLINE)
-def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, options):
+def test_cache_made_inside_generate_call_gives_same_tokens_as_one_made_before(llama, options):
     before, ids = state(llama), random_ids(2, 60)
     cache = CompressedCache(llama, POLICY)
     expected = llama.generate(ids, past_key_values=cache, **OPTIONS, **options)
@@ -202,7 +202,7 @@ def test_a_cache_made_in_the_call_answers_as_one_made_before(llama, options):
     assert as_it_was(llama, before)
 
 
-def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llama):
+def test_cache_made_inside_generate_call_supports_streaming_refusals_and_drafts(llama):
     seen, ids = Recorder(), random_ids(1, 60) % 9 + 3
 
     def own(model, input_ids, streamer=None, **_):
@@ -225,8 +225,8 @@ def test_a_cache_made_in_the_call_streams_and_is_refused_as_one_made_before(llam
 # What others do in the meantime.
 
 
-def test_drafts_go_through_a_forward_that_others_have_put_on_the_model(llama):
-    """As accelerate does; it is there again when the prompt has been read."""
+def test_forward_replaced_by_another_library_is_kept_when_drafting(llama):
+    """accelerate replaces `forward` in this way; the replacement is back after the prompt."""
     ids, own = random_ids(1, 60) % 9 + 3, llama.forward
     llama.forward = hooked = functools.partial(own)
     options = {"past_key_values": CompressedCache(llama, POLICY), **OPTIONS}
@@ -237,8 +237,8 @@ def test_drafts_go_through_a_forward_that_others_have_put_on_the_model(llama):
     assert torch.equal(looked, llama.generate(ids, **plain))
 
 
-def test_prompts_with_drafts_are_read_first_in_every_thread(llama, monkeypatch):
-    """Both wait for their drafts while the model's forward is that of the other, too."""
+def test_concurrent_drafting_threads_generate_same_tokens_as_alone(llama, monkeypatch):
+    """Both threads wait for their drafts while each has replaced `forward` of the shared model."""
     met, waited = threading.Barrier(2, timeout=60), threading.local()
 
     class Meeting(PromptLookupCandidateGenerator):
@@ -260,7 +260,7 @@ def test_prompts_with_drafts_are_read_first_in_every_thread(llama, monkeypatch):
     assert "forward" not in vars(llama)
 
 
-def test_attention_that_the_user_chose_meanwhile_stays(model):
+def test_attention_implementation_set_after_cache_creation_is_kept(model):
     name = "eager" if model.config.get_text_config()._attn_implementation == "sdpa" else "sdpa"
     cache = CompressedCache(model, POLICY)
     model.set_attn_implementation(name)
@@ -277,7 +277,7 @@ def test_attention_that_the_user_chose_meanwhile_stays(model):
     assert not vars(model).keys() & set(METHODS)
 
 
-def test_a_method_that_the_user_put_there_meanwhile_stays_and_announces(llama):
+def test_generate_replaced_after_cache_creation_is_kept_and_announces_prompts(llama):
     cache, ids = CompressedCache(llama, POLICY), random_ids(1, 60)
     expected, inner = generated(llama, CompressedCache(llama, POLICY), ids), llama.generate
     calls = []
@@ -303,7 +303,7 @@ def test_a_method_that_the_user_put_there_meanwhile_stays_and_announces(llama):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_works_with_its_own_caches_and_is_then_as_the_model_was(model, copied):
+def test_copied_model_works_with_its_own_caches_and_is_restored_afterwards(model, copied):
     names, ids = configs(model), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     other = copied(model)
@@ -321,7 +321,7 @@ def test_a_copy_works_with_its_own_caches_and_is_then_as_the_model_was(model, co
 
 
 @pytest.mark.parametrize("first", ["outer", "inner"])
-def test_a_model_and_one_inside_of_it_share_a_config(llama, first):
+def test_caches_of_model_and_of_its_inner_model_restore_shared_config(llama, first):
     names, ids = configs(llama), random_ids(1, 60)
     models = {"outer": llama, "inner": llama.model}
     caches = {name: CompressedCache(model, POLICY) for name, model in models.items()}
@@ -335,7 +335,7 @@ def test_a_model_and_one_inside_of_it_share_a_config(llama, first):
     assert module.INSTALLATION not in vars(llama) | vars(llama.model)
 
 
-def test_a_model_may_go_before_its_caches():
+def test_model_can_be_deleted_before_its_cache():
     model = tiny_model.__wrapped__("llama")
     config, cache, gone = model.config, CompressedCache(model, POLICY), weakref.ref(model)
     del model
@@ -348,7 +348,7 @@ def test_a_model_may_go_before_its_caches():
 # By hand.
 
 
-def test_installed_by_hand_it_stays_without_caches_until_it_is_undone(model):
+def test_explicit_install_stays_without_caches_until_uninstalled(model):
     before = state(model)
     plain = model(random_ids(1, 30)).logits
     installed = snapkv.install(model)
@@ -363,7 +363,7 @@ def test_installed_by_hand_it_stays_without_caches_until_it_is_undone(model):
     assert as_it_was(model, before)
 
 
-def test_a_with_block_or_the_model_undoes_it_and_waits_for_caches(llama):
+def test_with_block_and_uninstall_restore_model_and_with_block_waits_for_caches(llama):
     before = state(llama)
     snapkv.install(llama)
     with snapkv.install(llama), snapkv.install(llama) as inner:
@@ -389,7 +389,7 @@ def test_a_with_block_or_the_model_undoes_it_and_waits_for_caches(llama):
     assert as_it_was(llama, before)
 
 
-def test_a_cache_that_lives_on_is_refused_until_there_is_another_one(llama):
+def test_live_cache_is_refused_after_uninstall_until_another_cache_is_made(llama):
     before, ids, policy = state(llama), random_ids(1, 60), FullCache()
     cache, expected = CompressedCache(llama, policy), CompressedCache(llama, policy)
     for each in (cache, expected):
@@ -413,7 +413,7 @@ def test_a_cache_that_lives_on_is_refused_until_there_is_another_one(llama):
 
 @pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), "llama"], ids=repr)
 @pytest.mark.parametrize("change", [snapkv.install, snapkv.uninstall])
-def test_only_a_model_can_be_changed(what, change):
+def test_install_and_uninstall_refuse_objects_that_are_not_models(what, change):
     with pytest.raises(InvalidTypeError, match="model: expected a PreTrainedModel of transformers"):
         change(what)
 
@@ -427,7 +427,7 @@ RELATED = {
 
 
 @pytest.mark.parametrize("related", RELATED.values(), ids=RELATED)
-def test_what_came_of_a_model_with_caches_is_given_back_by_hand(llama, related):
+def test_uninstall_restores_copy_or_part_of_model_with_caches(llama, related):
     cache, before = CompressedCache(llama, POLICY), vars(llama).keys() - {*METHODS}
     other = related(llama)
     snapkv.uninstall(other)
@@ -441,7 +441,7 @@ def test_what_came_of_a_model_with_caches_is_given_back_by_hand(llama, related):
 
 
 class Adapted:
-    """A model with adapters around it, as a `PeftModel` behaves."""
+    """A model wrapped in adapters, like a `PeftModel`."""
 
     def __init__(self, model):
         self.model = model
@@ -453,7 +453,7 @@ class Adapted:
         return self.model
 
 
-def test_model_inside_of_adapters_is_wrapped_and_given_back(llama):
+def test_model_inside_adapters_is_wrapped_and_restored(llama):
     before = state(llama)
     snapkv.install(Adapted(llama))
     assert carries(llama)
@@ -464,7 +464,7 @@ def test_model_inside_of_adapters_is_wrapped_and_given_back(llama):
 # Any thread, any time.
 
 
-def test_caches_that_come_and_go_in_many_threads(llama):
+def test_caches_made_and_deleted_in_many_threads_leave_model_restored(llama):
     before, ids = state(llama), random_ids(1, 40)
     expected = call(llama, CompressedCache(llama, POLICY), ids)
 
@@ -486,7 +486,7 @@ def test_caches_that_come_and_go_in_many_threads(llama):
 
 
 def batch_options():
-    """Four tokens, out of a pool of a few blocks."""
+    """Return options for four new tokens and a small pool of blocks."""
     limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
     pool = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     config = GenerationConfig(**limits)
@@ -494,13 +494,13 @@ def batch_options():
 
 
 def continuously(model, ids):
-    """What continuous batching generates behind each row."""
+    """Return the tokens that continuous batching generates after each row."""
     found = model.generate_batch(ids.tolist(), progress_bar=False, **batch_options())
     return [each.generated_tokens for each in found.values()]
 
 
 def managed(model, ids):
-    """The same, by a manager of one's own."""
+    """Return the same tokens as `continuously`, from a manager that the caller starts."""
     manager = model.init_continuous_batching(**batch_options())
     manager.start()
     manager.add_requests(ids.tolist())
@@ -513,7 +513,7 @@ def managed(model, ids):
 @pytest.mark.parametrize(
     ("batching", "implementation"), [(continuously, "eager"), (managed, "sdpa")]
 )
-def test_continuous_batching_answers_as_without(batching, implementation):
+def test_continuous_batching_gives_same_tokens_with_and_without_install(batching, implementation):
     model, ids = copy.deepcopy(tiny_model("llama", implementation)), random_ids(1, 30)
     expected = batching(model, ids)
     with snapkv.install(model):
@@ -542,7 +542,7 @@ def test_continuous_batching_answers_as_without(batching, implementation):
         ("gemma4_text", KINDS["shared"][2] | {"head_dim": 8}, "flex_attention"),
     ],
 )
-def test_a_model_that_looks_for_the_name_itself_is_refused(family, changes, implementation):
+def test_model_that_reads_attention_implementation_name_is_refused(family, changes, implementation):
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
     if family == "gemma4_text" and not hasattr(model.config, "kv_sharing_modes"):
         pytest.skip("transformers: names no layers that share keys, which are refused anyway")
@@ -557,7 +557,7 @@ def test_a_model_that_looks_for_the_name_itself_is_refused(family, changes, impl
     CompressedCache(model, POLICY)
 
 
-def test_a_shallow_copy_gets_its_own_methods_and_loses_them(llama):
+def test_shallow_copy_gets_its_own_methods_and_is_restored(llama):
     cache, other = CompressedCache(llama, POLICY), copy.copy(llama)
     its_own = CompressedCache(other, POLICY)
     assert other.generate.model is other
@@ -574,7 +574,7 @@ MOMENTS = ("register_attention", "announce_prompts", "_text_configs", "Use")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_the_last_cache_goes_while_the_next_one_is_being_made(llama, monkeypatch, moment):
+def test_last_cache_can_be_deleted_while_next_one_is_being_made(llama, monkeypatch, moment):
     before, caches = state(llama), [CompressedCache(llama, POLICY)]
     inner = getattr(module, moment)
 
@@ -591,8 +591,8 @@ def test_the_last_cache_goes_while_the_next_one_is_being_made(llama, monkeypatch
     assert as_it_was(llama, before)
 
 
-def test_a_cache_in_a_circle_goes_in_the_middle_of_another_pass(llama):
-    """The collector runs in a pass of the same model with a cache of transformers' own."""
+def test_cyclic_cache_can_be_collected_during_forward_pass_without_it(llama):
+    """Garbage collection runs during a forward pass of the same model without a cache."""
     ids, before = random_ids(1, 40), state(llama)
     plain = llama(ids).logits
     cache = CompressedCache(llama, POLICY)

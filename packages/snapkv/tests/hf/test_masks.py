@@ -1,4 +1,4 @@
-"""Reading the padding out of every form of mask, and building the mask of stored slots."""
+"""Padding is read from every form of attention mask, and masks over the stored slots are built."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ FORMS_4D = FORMS[1:5]
 
 
 def columns_visible(pads=PADS, tokens=T):
-    """(B, T) bool of a left-padded batch."""
+    """Return the visible columns of a left-padded batch, (B, T) bool."""
     return torch.tensor([[column >= own for column in range(tokens)] for own in pads])
 
 
 def causal(visible, queries=None):
-    """(B, 1, Q, T) bool; a row of pads sees nothing, as in transformers' own masks."""
+    """Return a causal mask, (B, 1, Q, T) bool, in which padding queries see nothing."""
     tokens = visible.shape[1]
     square = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     allowed = square & visible[:, None, None, :]
@@ -28,7 +28,7 @@ def causal(visible, queries=None):
 
 
 def in_form(form, visible):
-    """The mask of a whole prompt as each implementation is handed it."""
+    """Return the mask of a prompt in the form that an attention implementation receives."""
     allowed = causal(visible)
     if form == "2-D":
         return visible.long()
@@ -57,7 +57,7 @@ def read(mask, *, tokens=T, window=WINDOW):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pads_are_counted_row_by_row(form):
+def test_leading_pads_are_counted_for_each_row(form):
     assert read(in_form(form, columns_visible())).tolist() == PADS
     assert read(in_form(form, columns_visible([0, 0, 0]))) is read(None) is None
 
@@ -102,7 +102,7 @@ NOT_CAUSAL = {  # queries, columns, whether they are seen
 
 @pytest.mark.parametrize("form", FORMS_4D)
 @pytest.mark.parametrize(("queries", "columns", "seen"), NOT_CAUSAL.values(), ids=NOT_CAUSAL)
-def test_a_window_that_is_not_plainly_causal_is_refused(form, queries, columns, seen):
+def test_mask_that_is_not_causal_in_observation_window_is_refused(form, queries, columns, seen):
     allowed = causal(columns_visible([0, 0]))
     read(as_additive(form, allowed))
     allowed[:, :, queries, columns] = seen
@@ -111,8 +111,8 @@ def test_a_window_that_is_not_plainly_causal_is_refused(form, queries, columns, 
 
 
 @pytest.mark.parametrize("form", FORMS_4D)
-def test_only_the_voting_rows_must_be_causal(form):
-    """Queries before the window do not vote; an image prefix may see itself in both directions."""
+def test_mask_must_be_causal_only_for_voting_queries(form):
+    """Earlier queries do not vote; the tokens of an image prefix may attend in both directions."""
     allowed = causal(columns_visible([0, 0]))
     allowed[:, :, : T - WINDOW, : T - WINDOW] = True
     assert read(as_additive(form, allowed)) is None
@@ -121,8 +121,8 @@ def test_only_the_voting_rows_must_be_causal(form):
 
 
 @pytest.mark.parametrize("form", FORMS_4D)
-def test_rows_of_pads_may_see_anything(form):
-    """transformers opens the rows of pads in some masks, to spare softmax a row of nothing."""
+def test_padding_queries_may_attend_to_any_column(form):
+    """transformers unmasks padding queries in some masks, because softmax fails on an empty row."""
     allowed = causal(columns_visible())
     allowed[2, :, :5] = True
     assert read(as_additive(form, allowed)).tolist() == PADS
@@ -138,7 +138,7 @@ EXPECTED = torch.tensor(
     ],
     dtype=torch.bool,
 )
-"""(B, Q, S + Q): the stored tokens, and among the new ones itself and those before."""
+"""(B, Q, S + Q): a new token sees the visible stored tokens and the new tokens up to itself."""
 
 
 def queries(dtype=torch.float32, tokens=3, batch=2):
@@ -152,7 +152,7 @@ def test_the_stored_mask_of_sdpa_is_boolean():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_stored_mask_of_eager_is_added_to_the_scores(dtype):
+def test_the_stored_mask_of_eager_is_additive(dtype):
     mask = stored_mask("eager", HIDDEN, SLOTS, queries(dtype))
     assert mask.dtype == dtype
     assert torch.equal(mask == 0, EXPECTED[:, None])
@@ -165,15 +165,15 @@ def test_the_stored_mask_of_flash_is_two_dimensional():
     assert stored_mask("flash_attention_2", None, SLOTS, queries()) is None
 
 
-def test_the_stored_mask_of_flex_is_a_block_mask_of_the_same_content():
+def test_the_stored_mask_of_flex_is_block_mask_that_hides_same_slots():
     mask = stored_mask("flex_attention", HIDDEN, SLOTS, queries())
     assert mask.shape == (2, 1, 3, 7)
     dense = create_mask(mask.mask_mod, 2, 1, 3, 7, device="cpu")
     assert torch.equal(dense[:, 0], EXPECTED)
 
 
-def test_a_flex_mask_counts_rows_and_columns_from_the_first_that_is_there():
-    """transformers hands over where they stand in the text; attention counts from zero."""
+def test_flex_mask_counts_queries_and_slots_from_zero():
+    """transformers passes offsets into the text, but attention counts from zero."""
 
     def make(mask_function, attention_mask):
         assert attention_mask.shape == (1, 7)

@@ -1,4 +1,4 @@
-"""Every row of docs/other-tools.md. `make test-tools` installs the packages that are not here."""
+"""Every row of docs/other-tools.md is tested. `make test-tools` installs the packages it needs."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ PAGE = Path(__file__).parents[4] / "docs/other-tools.md"
 
 
 def generated(caller, cached, policy=SNAP, **options):
-    """What comes after the prompt, from a cache that is made for `cached`."""
+    """Return the tokens that `caller` generates with a cache that was made for `cached`."""
     cache, ids = CompressedCache(cached, policy), random_ids(1, PROMPT)
     mask = torch.ones_like(ids)
     found = caller.generate(
@@ -74,7 +74,7 @@ def continuous_batching(tmp_path, demo):
 
 
 def served(tmp_path, demo):
-    """They take no cache yet: a day on which one does is a day to change the page."""
+    """Check that no option takes a cache yet; if one does, the page must be changed."""
     from transformers.cli.chat import Chat
     from transformers.cli.serve import Serve
 
@@ -129,7 +129,7 @@ def learned_tokens(tmp_path, demo):
 
 
 def quantized(package, *configs):
-    """A row of weights that transformers quantizes as it loads them."""
+    """Return a test of weights that transformers quantizes while loading."""
 
     def check(tmp_path, demo):
         pytest.importorskip(package)
@@ -150,7 +150,7 @@ def quantized(package, *configs):
 
 
 def fp8(tmp_path, demo):
-    """A checkpoint as DeepSeek's: blocks of weights with a scale each."""
+    """Test a checkpoint like those of DeepSeek, with one scale per block of weights."""
     peaked = peaked_model(tiny_config("llama"), "sdpa")
     peaked.save_pretrained(tmp_path)
     coded, weights = {}, load_file(tmp_path / "model.safetensors")
@@ -257,11 +257,11 @@ ROWS = {
 
 @pytest.mark.filterwarnings("ignore")  # other packages' own, which are not ours to mend
 @pytest.mark.parametrize("tool", ROWS)
-def test_a_row_of_the_page(tool, tmp_path, demo):
+def test_tool_behaves_as_documented_in_its_row_of_the_page(tool, tmp_path, demo):
     ROWS[tool](tmp_path, demo)
 
 
-def test_the_page_has_these_rows():
+def test_the_page_lists_exactly_the_tested_tools():
     rows = re.findall(
         r"^\| (.*?) \| (?:works|refused|no|untried) \|", PAGE.read_text("utf-8"), re.M
     )
@@ -272,7 +272,7 @@ def test_the_page_has_these_rows():
 
 
 class Adapted(nn.Module):
-    """A layer with an adapter, as PEFT makes them: `weight` is that of the layer alone."""
+    """A layer with an adapter, as in PEFT: `weight` leaves out what the adapter adds."""
 
     disable_adapters = False
 
@@ -292,7 +292,7 @@ class Adapted(nn.Module):
         return self.base_layer(states) + added
 
 
-def test_what_a_projection_adds_is_counted_with_its_adapters_and_a_cache_is_theirs(tmp_path):
+def test_adapter_of_output_projection_counts_in_scores_and_in_weight_check(tmp_path):
     plain, adapted, merged = (copy.deepcopy(tiny_model("llama")) for _ in range(3))
     for with_adapter, with_sum in zip(adapted.model.layers, merged.model.layers, strict=True):
         made = Adapted(with_adapter.self_attn.o_proj)
@@ -311,7 +311,7 @@ def test_what_a_projection_adds_is_counted_with_its_adapters_and_a_cache_is_thei
 
 
 class Packed(nn.Module):
-    """A layer whose weights are codes in buffers, two of four bits a byte, as AWQ's and GPTQ's."""
+    """A layer whose weights are packed 4-bit codes in buffers, as in AWQ and GPTQ."""
 
     def __init__(self, base):
         super().__init__()
@@ -331,7 +331,7 @@ class Packed(nn.Module):
 
 
 def packed_and_plain(dtype=torch.float32):
-    """A model with packed weights, and one with what these stand for."""
+    """Return a model with packed weights and one with the same weights unpacked."""
     packed, plain = (copy.deepcopy(tiny_model("llama")).to(dtype) for _ in range(2))
     for name, base in list(packed.named_modules()):
         if name.endswith("_proj"):
@@ -344,8 +344,8 @@ def packed_and_plain(dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["across-layers", "criticalkv", "int4"])
-def test_packed_weights_keep_what_those_keep_that_they_stand_for(name, dtype):
-    """The dtype of what is stored is that of the states, whatever the weights are held in."""
+def test_packed_weights_keep_same_positions_as_unpacked_weights(name, dtype):
+    """Keys are stored in the dtype of the hidden states, not in that of the weights."""
     (policy, options), found = CACHES[name], []
     for model in packed_and_plain(dtype):
         cache = CompressedCache(model, policy, **options)
@@ -355,7 +355,7 @@ def test_packed_weights_keep_what_those_keep_that_they_stand_for(name, dtype):
     assert found[0] == found[1]
 
 
-def test_a_cache_is_that_of_its_packed_weights(tmp_path):
+def test_loading_a_cache_is_refused_after_packed_weights_change(tmp_path):
     model, _ = packed_and_plain()
     read(model, SNAP, random_ids(1, PROMPT)).save(tmp_path / "cache")
     CompressedCache.load(tmp_path / "cache", model)
@@ -364,7 +364,7 @@ def test_a_cache_is_that_of_its_packed_weights(tmp_path):
         CompressedCache.load(tmp_path / "cache", model)
 
 
-def test_learned_tokens_are_refused():
+def test_prompt_learning_adapters_are_refused():
     model = copy.deepcopy(tiny_model("llama"))
     cache = CompressedCache(model, SNAP)
 

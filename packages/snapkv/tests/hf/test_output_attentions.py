@@ -1,4 +1,4 @@
-"""Weights that a model is asked for: those of what is stored, or a refusal; never none."""
+"""`output_attentions` returns the weights over the stored tokens or raises an error."""
 
 import copy
 
@@ -20,7 +20,7 @@ STORED = {
 
 @pytest.mark.parametrize("by", ["argument", "config"])
 @pytest.mark.parametrize("stored", STORED)
-def test_eager_gives_the_weights_of_what_is_stored_or_refuses(stored, by):
+def test_eager_returns_attention_weights_of_dense_storage_and_refuses_others(stored, by):
     model, (policy, options) = copy.deepcopy(tiny_model("llama", "eager")), STORED[stored]
     asked = {"output_attentions": True} if by == "argument" else {}
     model.config.output_attentions = by == "config"
@@ -43,7 +43,7 @@ def test_eager_gives_the_weights_of_what_is_stored_or_refuses(stored, by):
 
 
 @pytest.mark.parametrize("stored", STORED)
-def test_generate_refuses_as_well(stored):
+def test_generate_returns_attention_weights_of_dense_storage_and_refuses_others(stored):
     model, (policy, options) = tiny_model("llama", "eager"), STORED[stored]
     asked = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 3}
 

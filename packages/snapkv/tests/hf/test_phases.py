@@ -1,4 +1,4 @@
-"""In which phase an attention call lies: every case by hand, and all of them have one."""
+"""The phase of an attention call: worked examples, and every call has a phase."""
 
 import itertools
 
@@ -26,7 +26,7 @@ CHOOSES_AGAIN = (None, False, True)
         (40, 4, 40, None, Phase.END_PROMPT),  # all was recalled, or nothing dropped
     ],
 )
-def test_phases_by_hand(seen, new, end, chooses_again, phase):
+def test_phase_of_call_matches_worked_example(seen, new, end, chooses_again, phase):
     assert phase_of(seen, new, end, chooses_again) is phase
 
 

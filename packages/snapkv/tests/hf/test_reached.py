@@ -1,4 +1,4 @@
-"""A prompt that does not reach the cache it was given to: refused, and never answered without."""
+"""An error is raised if a prompt is not read into the cache that was passed with it."""
 
 import copy
 
@@ -37,7 +37,7 @@ def test_train_mode_with_gradient_checkpointing_is_refused_before_a_token_is_rea
     assert cache.report().seen_tokens >= PROMPT
 
 
-def test_train_mode_without_checkpointing_equals_eval_mode():
+def test_train_mode_without_checkpointing_gives_same_tokens_as_eval_mode():
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, PROMPT)
     expected = model.generate(ids, past_key_values=CompressedCache(model, POLICY), **OPTIONS)
     model.train()
@@ -47,7 +47,7 @@ def test_train_mode_without_checkpointing_equals_eval_mode():
 
 @pytest.fixture(scope="module")
 def phi():
-    """Its rotations are others for texts beyond `LIMIT`, so generate begins such texts anew."""
+    """Return Phi-3, whose rotary embedding differs for texts longer than `LIMIT`."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -62,7 +62,7 @@ def phi():
 
 
 @pytest.mark.parametrize("tokens", [LIMIT - 20, LIMIT + 40])
-def test_phi_reads_a_prompt_on_either_side_of_its_limit(phi, tokens):
+def test_phi_reads_prompts_shorter_and_longer_than_its_rope_limit(phi, tokens):
     ids = random_ids(1, tokens)
     expected = phi.generate(ids, **OPTIONS)
     full = CompressedCache(phi, FullCache())
@@ -75,7 +75,7 @@ def test_phi_reads_a_prompt_on_either_side_of_its_limit(phi, tokens):
 
 
 @pytest.mark.parametrize(("first", "turn"), [(LIMIT - 3, 0), (LIMIT - 20, 40)], ids=str)
-def test_phi_refuses_what_crosses_its_limit_behind_a_text(phi, first, turn):
+def test_phi_refuses_to_continue_a_text_across_its_rope_limit(phi, first, turn):
     text, cache = random_ids(1, first), CompressedCache(phi, POLICY)
     if turn:
         text = phi.generate(text, past_key_values=cache, **OPTIONS)
@@ -84,7 +84,7 @@ def test_phi_refuses_what_crosses_its_limit_behind_a_text(phi, first, turn):
         phi.generate(text, past_key_values=cache, **OPTIONS)
 
 
-def test_the_arguments_name_of_transformers_5_24_is_refused_where_it_would_be_ignored():
+def test_cache_keyword_is_refused_where_transformers_would_ignore_it():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, POLICY)
     if "past_key_values" in passed(cache):
@@ -95,7 +95,7 @@ def test_the_arguments_name_of_transformers_5_24_is_refused_where_it_would_be_ig
 
 
 class ReplacesTheCache:
-    """As a model's own code may: it reads into a cache that it makes itself."""
+    """A model whose own code replaces the cache that it receives by a new one."""
 
     def forward(self, *args, attention_mask=None, **kwargs):
         kwargs = with_cache(kwargs, DynamicCache(config=self.config))
@@ -119,7 +119,7 @@ def test_a_model_that_replaces_the_cache_is_refused(mode):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
 def test_a_compiled_model_is_refused():
-    """Before anything is stored."""
+    """The error is raised before any token is stored."""
     model = tiny_model("llama")
     cache = CompressedCache(model, POLICY)
     compiled = torch.compile(model, backend="eager")

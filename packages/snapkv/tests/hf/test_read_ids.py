@@ -1,4 +1,4 @@
-"""What a filled cache goes on with: the text it has read, and no other."""
+"""A filled cache continues only the text that it has read and refuses any other text."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ def go_on(model, cache, ids, **options):
 
 
 def refuses(model, cache, ids, place, row=0, **options):
-    """By the first token that differs."""
+    """Check that `ids` are refused and that the error names the first differing token."""
     with pytest.raises(
         CacheMismatchError, match=rf"at token {place} of row {row}\. Pass the whole"
     ):
@@ -43,7 +43,7 @@ def refuses(model, cache, ids, place, row=0, **options):
 
 
 def read(mode, ids=None):
-    """A cache that was filled in that mode, and the ids of all that it has seen, one row a row."""
+    """Return the model, a cache that `generate` filled in this mode, and the resulting ids."""
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), POLICY)
     torch.manual_seed(0)
     text = go_on(model, cache, random_ids(1, PROMPT) % 9 + 3 if ids is None else ids, **MODES[mode])
@@ -51,7 +51,7 @@ def read(mode, ids=None):
 
 
 def with_turn(text, place=None, row=0):
-    """The text and a turn behind it; with another token at that place."""
+    """Return the text with a new turn, and with a changed token at `place` if one is given."""
     turn = random_ids(len(text), 20, seed=5)
     whole = torch.cat([text, turn], dim=1)
     if place is not None:
@@ -60,7 +60,7 @@ def with_turn(text, place=None, row=0):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_another_text_is_refused_by_the_first_token_that_differs(mode):
+def test_different_text_is_refused_and_error_names_first_differing_token(mode):
     model, cache, text = read(mode)
     seen = cache.get_seq_length()
     for place in (0, 31, PROMPT - 1, *((seen - 1,) if mode != "beams" else ())):
@@ -71,21 +71,21 @@ def test_another_text_is_refused_by_the_first_token_that_differs(mode):
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "beams"])
-def test_the_same_text_goes_on(mode):
-    """Of beams the cache holds those that were read last, which need not be those returned."""
+def test_same_text_with_new_turn_is_accepted(mode):
+    """Beam search is left out: the cache may hold other beams than those that it returned."""
     model, cache, text = read(mode)
     go_on(model, cache, with_turn(text))
     assert cache.get_seq_length() == text.shape[1] + 20 + 4
 
 
-def test_rows_of_beams_follow_their_texts():
+def test_beam_rows_continue_the_texts_that_they_have_read():
     model, cache, _ = read("beams")
     (_, known), *_ = cache.prompt_state.read_ids.parts
     go_on(model, cache, with_turn(known[:, : cache.get_seq_length()].long()))
     assert cache.prompt_state.rows == 2
 
 
-def test_parts_are_cut_and_each_row_of_beams_is_compared_with_its_own():
+def test_read_ids_can_be_truncated_and_follow_selected_beam_rows():
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     read_ids = ReadIds(((2, ids),))
     (((start, left),),) = (read_ids.truncate(4).parts,)
@@ -104,7 +104,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_what_becomes_of_a_cache_becomes_of_its_ids(change):
+def test_read_ids_follow_copies_row_changes_and_crops_of_cache(change):
     model, cache, text = read("greedy", random_ids(2, PROMPT))
     cache = CHANGED[change](cache) or cache
     if change == "rows":
@@ -121,7 +121,7 @@ def test_what_becomes_of_a_cache_becomes_of_its_ids(change):
         go_on(model, cache, with_turn(text))
 
 
-def test_a_saved_cache_knows_its_text(tmp_path):
+def test_loaded_cache_remembers_its_text(tmp_path):
     model, cache, text = read("greedy", random_ids(2, PROMPT))
     cache.save(tmp_path / "cache")
     loaded = CompressedCache.load(tmp_path / "cache", model)
@@ -129,8 +129,8 @@ def test_a_saved_cache_knows_its_text(tmp_path):
     go_on(model, loaded, with_turn(text))
 
 
-def test_what_nobody_told_is_not_compared():
-    """Plain calls and embeddings bring no ids; what was told before and behind them is known."""
+def test_tokens_with_unknown_ids_are_not_compared():
+    """Plain calls and embeddings bring no ids; ids before and after them are still compared."""
     model, cache, text = read("greedy")
     model(random_ids(1, 7, seed=3), past_key_values=cache)
     seen = cache.get_seq_length()
@@ -144,7 +144,7 @@ def test_what_nobody_told_is_not_compared():
     go_on(model, other, with_turn(torch.cat([whole, new], dim=1), 31))
 
 
-def test_only_new_ids_with_a_mask_for_all_are_remembered_where_they_stand():
+def test_new_ids_with_full_mask_are_remembered_at_their_positions():
     model, cache, text = read("greedy")
     whole = with_turn(text)
     new = go_on(model, cache, whole[:, text.shape[1] - 1 :], attention_mask=torch.ones_like(whole))
@@ -154,7 +154,7 @@ def test_only_new_ids_with_a_mask_for_all_are_remembered_where_they_stand():
     go_on(model, cache, with_turn(whole))
 
 
-def test_pads_may_be_any_token():
+def test_padding_ids_are_not_compared():
     ids, mask = random_ids(2, PROMPT), torch.ones(2, PROMPT, dtype=torch.int64)
     mask[0, :9] = 0
     model, cache = tiny_model("llama"), CompressedCache(tiny_model("llama"), FullCache())
@@ -164,7 +164,7 @@ def test_pads_may_be_any_token():
     go_on(model, cache, with_turn(text, 8), attention_mask=mask)
 
 
-def test_a_question_alone_is_told_to_come_with_its_conversation():
+def test_question_without_its_conversation_is_refused():
     model, cache, _ = read("greedy")
     question = random_ids(1, 20, seed=5)
     with pytest.raises(CacheMismatchError, match=r"Pass the whole\s+conversation"):
@@ -174,7 +174,7 @@ def test_a_question_alone_is_told_to_come_with_its_conversation():
 
 
 @pytest.mark.parametrize("read", ["document", "context"])
-def test_what_was_read_as_a_document_goes_on_with_no_other_text(read):
+def test_document_or_context_cache_accepts_only_its_own_text(read):
     model, ids, question = tiny_model("llama"), random_ids(1, 60), random_ids(1, 5, seed=1)
     own = torch.cat([ids, question], dim=1)
     for text, refused in ((own, False), (own.flip(1), True)):

@@ -1,6 +1,6 @@
-"""What the library assumes of transformers, in one table, which fails first in another release.
+"""What the library assumes about transformers. These tests fail first with a new release.
 
-`make test-newest` runs it, and the models, against the newest one.
+`make test-newest` runs them and the model tests against the newest release.
 """
 
 import copy
@@ -80,25 +80,25 @@ def part(name):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_method_takes_what_it_is_given(name):
+def test_transformers_method_accepts_the_parameters_that_snapkv_passes(name):
     assert {*PARAMETERS[name].split()} <= {*inspect.signature(part(name)).parameters}
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_a_layer_has_what_is_read_and_written(name):
+def test_transformers_layer_has_the_attributes_that_snapkv_uses(name):
     owner, _, given = name.partition(":")
     made = part(owner)(*map(int, given))
     assert {*ATTRIBUTES[name].split()} <= {*vars(made)}
 
 
-def test_every_kind_of_layer_is_known():
-    """A new one is refused until somebody has looked at it."""
+def test_every_transformers_cache_layer_class_is_known():
+    """A new class is refused until support for it has been considered."""
     kinds = {kind for kind in DYNAMIC_LAYER_TYPE_MAPPING.values()}
     own = {kind.__name__ for kind in kinds if kind.__module__ == "transformers.cache_utils"}
     assert own <= {*KNOWN_KINDS}
 
 
-def test_a_config_says_which_layers_a_model_has():
+def test_dynamic_cache_derives_layer_classes_from_config():
     layers = DynamicCache(config=tiny_config("gemma3_text")).layers
     assert [type(layer).__name__ for layer in layers] == [
         "DynamicSlidingWindowLayer",
@@ -107,8 +107,8 @@ def test_a_config_says_which_layers_a_model_has():
 
 
 @torch.no_grad()
-def test_attention_is_called_with_what_the_layer_handed_out(monkeypatch):
-    """Right behind its update, under the registered name, with queries of every head."""
+def test_attention_is_called_with_states_returned_by_cache_layer(monkeypatch):
+    """The call follows the update of the layer and has queries of every head."""
     model, calls = tiny_model("llama"), []
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     name = model.config._attn_implementation
@@ -125,8 +125,8 @@ def test_attention_is_called_with_what_the_layer_handed_out(monkeypatch):
 
 @pytest.mark.parametrize("model", ["llama", "gemma3_text", "deepseek_v3"])
 @torch.no_grad()
-def test_a_cache_has_a_known_name_wherever_it_is_passed(model):
-    """To the model, its decoder, every layer, and among what `generate` hands on and gives."""
+def test_cache_is_passed_under_a_known_name_everywhere(model):
+    """This covers the model, its decoder, every layer and the output of `generate`."""
     model, found = copy.deepcopy(tiny_model(model)), []
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     for part in (model, model.get_decoder(), *model.get_decoder().layers):
@@ -143,8 +143,8 @@ def test_a_cache_has_a_known_name_wherever_it_is_passed(model):
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_cache_is_found_and_replaced_by_either_name(name):
-    """Users may go on with the old one, and a model then hands on the new one."""
+def test_cache_is_found_and_replaced_under_either_argument_name(name):
+    """Users may still pass the old name, and a model then passes on the new one."""
     assert cache_among({name: "cache", "use_cache": True}) == "cache"
     assert with_cache({name: "other", "use_cache": True}, "new") == {
         "use_cache": True,

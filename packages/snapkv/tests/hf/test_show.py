@@ -1,4 +1,4 @@
-"""`cache.show`: a page of what a cache keeps, by what it knows itself and a tokenizer."""
+"""`cache.show` makes a page that shows which tokens of the text a cache keeps."""
 
 import base64
 import copy
@@ -17,7 +17,7 @@ POLICY = SnapKV(40, window_size=8)
 
 
 class Numbers:
-    """A tokenizer whose tokens are their numbers."""
+    """A tokenizer that decodes each token to its number."""
 
     def decode(self, ids, **options):
         del options
@@ -42,7 +42,7 @@ def counts_of(page):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "across-layers", "h2o", "int8", "recall"])
-def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(model, name):
+def test_show_counts_heads_that_keep_each_token_after_generate(model, name):
     policy, options = CACHES[name]
     cache, output = generated(model, policy, **options)
     page, seen = cache.show(Numbers()), PROMPT + NEW - 1
@@ -60,7 +60,7 @@ def test_what_generate_has_read_is_shown_with_how_many_heads_keep_each_token(mod
     assert "snapkv inspect" in stop.sentences[1]
 
 
-def test_ids_of_plain_calls_are_given(model):
+def test_show_requires_input_ids_after_plain_calls(model):
     ids = random_ids(1, PROMPT)
     cache = read(model, POLICY, ids)
     with pytest.raises(InvalidArgumentError, match=r"first 0 of its 90 tokens.*as input_ids"):
@@ -70,7 +70,7 @@ def test_ids_of_plain_calls_are_given(model):
     assert page.methods[0].stops[0].answer is None
 
 
-def test_one_row_of_a_padded_batch_is_shown_without_its_pads(model):
+def test_show_accepts_one_row_of_padded_batch_and_omits_padding(model):
     ids = random_ids(2, PROMPT)
     ids[1, :30] = 0
     mask = (ids != 0).long()
@@ -89,7 +89,7 @@ def test_one_row_of_a_padded_batch_is_shown_without_its_pads(model):
     assert counts_of(page)[52:60] == [page.methods[0].stops[0].heads] * 8  # the window
 
 
-def test_what_is_missing_is_said_in_one_line(model):
+def test_show_refuses_unread_prompt_wrong_ids_and_dropped_spans(model):
     cache = CompressedCache(model, POLICY)
     with pytest.raises(CacheMismatchError, match=r"only 0 tokens of it\. Pass the cache to model"):
         cache.show(Numbers())

@@ -1,4 +1,4 @@
-"""A recorded step answers as an eager one, for every prompt, or says why it is not recorded."""
+"""Captured decode steps give the tokens of eager steps, or the report says why none is captured."""
 
 import copy
 import functools
@@ -47,7 +47,7 @@ generated = functools.partial(families.generated, max_new_tokens=12)
 
 
 def as_eager(model, ids, policy=POLICY, **options):
-    """A cache that answers as one whose steps run eagerly, and that one."""
+    """Check that captured and eager steps give equal tokens; return the cache of each."""
     cache, eager = (CompressedCache(model, policy) for _ in range(2))
     got = generated(model, cache, ids, **options)
     assert torch.equal(got, generated(model, eager, ids, disable_compile=True, **options))
@@ -58,7 +58,7 @@ def as_eager(model, ids, policy=POLICY, **options):
     ("name", "quantize"),
     [*((name, None) for name in RECORDED), ("snapkv", "int4"), ("across-layers", "int4")],
 )
-def test_the_steps_of_every_method_are_one_graph(name, quantize):
+def test_decode_steps_of_every_method_are_captured_as_one_graph(name, quantize):
     model, ids, answers, positions = tiny_model("llama"), random_ids(2, 90), [], []
     for options in ({}, {"disable_compile": True}):
         cache = CompressedCache(model, METHODS[name], quantize=quantize)
@@ -75,13 +75,13 @@ OBSTACLES = dict.fromkeys(HYBRID, "eager: ") | {"deepseek_v3": "share what is st
 
 
 @pytest.mark.parametrize(("family", "implementation"), ONCE)
-def test_the_steps_of_every_family_are_one_graph_or_it_says_why_not(family, implementation):
+def test_steps_of_every_family_are_one_graph_or_report_says_why_not(family, implementation):
     cache, _ = as_eager(tiny_model(family, implementation), random_ids(2, 60))
     assert OBSTACLES.get(family, "one graph") in cache.report()["steps"]
 
 
 def turns_of(model, cache, **options):
-    """Three turns of a conversation, the second one shorter than the window."""
+    """Generate three turns of a conversation, the second one shorter than the window."""
     ids = random_ids(1, 60)
     for new in (0, 3, 30):
         ids = torch.cat([ids, random_ids(1, new, seed=new)], dim=1)
@@ -100,7 +100,7 @@ GOING_ON = [
 
 
 @pytest.mark.parametrize(("policy", "going_on"), GOING_ON)
-def test_a_conversation_goes_on_as_if_no_room_had_been_lent(policy, going_on):
+def test_conversation_with_captured_steps_matches_eager_conversation(policy, going_on):
     model = tiny_model("llama")
     cache, eager = (CompressedCache(model, policy, **going_on) for _ in range(2))
     got = turns_of(model, cache)
@@ -114,20 +114,20 @@ def test_a_conversation_goes_on_as_if_no_room_had_been_lent(policy, going_on):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """An entry for each recording."""
+    """Return a list that gets one entry for each capture."""
     found, own = [], TapeRecorder.record
     monkeypatch.setattr(TapeRecorder, "record", lambda *given: found.append(1) or own(*given))
     return found
 
 
 @pytest.mark.parametrize("new_tokens", [40, 31, 30])
-def test_room_that_runs_out_is_doubled_and_recorded_again(new_tokens, recorded, monkeypatch):
+def test_full_append_buffer_is_doubled_and_recaptured(new_tokens, recorded, monkeypatch):
     monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 4)
     as_eager(tiny_model("llama"), random_ids(2, 60), AdaKV(POLICY), max_new_tokens=new_tokens)
     assert len(recorded) == 3 + (new_tokens > 29), "of 4, 8, 16 tokens, and what is left"
 
 
-def test_a_hook_that_comes_in_the_midst_ends_the_room_where_it_runs_out(monkeypatch):
+def test_hook_added_during_generate_ends_replay_when_append_buffer_is_full(monkeypatch):
     monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 4)
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
     cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
@@ -138,7 +138,7 @@ def test_a_hook_that_comes_in_the_midst_ends_the_room_where_it_runs_out(monkeypa
 
 
 class Acting(BaseStreamer):
-    """Does something at the fifth token, and is called within a `generate`."""
+    """A streamer that calls `act` at the fifth token, while `generate` is running."""
 
     def __init__(self, act):
         self.act, self.left = act, 5
@@ -149,11 +149,11 @@ class Acting(BaseStreamer):
             self.act()
 
     def end(self):
-        """Nothing is held back."""
+        """Do nothing: no text is held back."""
 
 
 @pytest.mark.parametrize("options", [{}, {"recall": "host"}], ids=["", "recall"])
-def test_a_branch_that_is_made_meanwhile_grows_by_itself(options, tmp_path):
+def test_copy_made_during_generate_grows_without_append_buffer(options, tmp_path):
     model, ids, branches = tiny_model("llama"), random_ids(1, 60), []
     cache = CompressedCache(model, POLICY, **options)
 
@@ -177,7 +177,7 @@ def test_a_branch_that_is_made_meanwhile_grows_by_itself(options, tmp_path):
 
 
 @pytest.mark.parametrize("through_class", [False, True])
-def test_a_call_that_ends_in_an_error_leaves_a_cache_that_grows(through_class):
+def test_cache_grows_without_append_buffer_after_failed_generate(through_class):
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     options = {"streamer": Acting(lambda: 1 / 0), "max_new_tokens": 12, "do_sample": False}
@@ -219,7 +219,7 @@ def injected(model, cache):
 
 @pytest.mark.parametrize("act", [dropped, reordered, looked_ahead, injected])
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY), default_policy(40)])
-def test_what_changes_a_cache_in_the_midst_counts_for_the_next_token(policy, act):
+def test_cache_change_during_generate_affects_next_token(policy, act):
     model, ids, answers = tiny_model("llama"), random_ids(2, 60), []
     for options in ({}, {"disable_compile": True}):
         cache = CompressedCache(model, policy)
@@ -230,13 +230,13 @@ def test_what_changes_a_cache_in_the_midst_counts_for_the_next_token(policy, act
 
 
 def acted(ids, model, cache, act):
-    """Whether to stop: never, but at the fifth token something is done to the cache."""
+    """Call `act` at the fifth token and return False, so that generation goes on."""
     if ids.shape[1] == 65:
         act(model, cache)
     return False
 
 
-def test_a_turn_that_is_announced_in_the_midst_is_read_as_one():
+def test_turn_announced_during_generate_is_read_eagerly_as_turn():
     model, ids, answers, caches = tiny_model("llama"), random_ids(1, 60), [], []
     for options in ({}, {"disable_compile": True}):
         caches.append(cache := CompressedCache(model, POLICY, turns="compress"))
@@ -247,7 +247,7 @@ def test_a_turn_that_is_announced_in_the_midst_is_read_as_one():
     assert caches[0].report()["steps"] == "eager: the cache has no append buffers for the step"
 
 
-def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
+def test_cache_changed_at_every_token_runs_eagerly():
     model, ids = tiny_model("llama"), random_ids(2, 60)
     cache, eager = (CompressedCache(model, POLICY) for _ in range(2))
 
@@ -260,7 +260,7 @@ def test_a_cache_that_is_changed_with_every_token_is_not_recorded_for_each():
     assert torch.equal(got, generated(model, eager, ids, **options))
 
 
-def test_codes_hold_no_more_of_an_answer_in_full_than_there_is_room_for(monkeypatch):
+def test_unquantized_tail_of_quantized_cache_stays_within_append_buffer(monkeypatch):
     monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 32)
     model, ids, exact = tiny_model("llama"), random_ids(1, 90), []
     cache = CompressedCache(model, POLICY, quantize="int4")
@@ -288,14 +288,14 @@ NO_ROOM = {
 
 
 @pytest.mark.parametrize("said", NO_ROOM)
-def test_a_cache_that_cannot_be_lent_room_grows_and_says_why(said):
+def test_cache_without_append_buffers_runs_eagerly_and_reports_reason(said):
     family, *policy, options = NO_ROOM[said]
     cache, _ = as_eager(tiny_model(family), random_ids(1, 60), *policy, **options)
     assert cache.report()["steps"].startswith("eager: ")
     assert said in cache.report()["steps"]
 
 
-def test_a_wish_to_compile_is_recorded_and_it_is_said(caplog):
+def test_compile_config_is_replaced_by_capture_with_log_message(caplog):
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache, eager = CompressedCache(model, POLICY), CompressedCache(model, POLICY)
     config = CompileConfig()
@@ -306,7 +306,7 @@ def test_a_wish_to_compile_is_recorded_and_it_is_said(caplog):
     assert "compile_config: decode steps are captured, not compiled" in caplog.text
 
 
-def test_every_call_records_for_its_own_batch_and_cache():
+def test_every_generate_call_captures_steps_for_its_own_batch_and_cache():
     model = tiny_model("llama")
     cache = CompressedCache(model, POLICY)
     for rows in (1, 2, 1):
@@ -320,7 +320,7 @@ def test_every_call_records_for_its_own_batch_and_cache():
     assert torch.equal(generated(model, branch, more), generated(model, cache, more))
 
 
-def test_what_generate_collects_of_a_step_is_not_overwritten_by_the_next():
+def test_collected_logits_and_hidden_states_are_not_overwritten_by_next_step():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     wanted = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
     got = generated(model, CompressedCache(model, POLICY), ids, **wanted)
@@ -341,7 +341,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_nothing_that_changed_between_two_calls_is_replayed(change):
+def test_model_change_between_calls_affects_next_call(change):
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     before = generated(model, cache, ids)
@@ -365,14 +365,14 @@ def with_frequencies_by_length():
         (lambda: copy.deepcopy(tiny_model("llama")).train(), "eager: the model is in training"),
     ],
 )
-def test_what_cannot_be_recorded_runs_eagerly_and_is_named(made, said):
+def test_step_that_cannot_be_captured_runs_eagerly_and_report_says_why(made, said):
     cache, eager = as_eager(made(), random_ids(1, 60))
     assert cache.report()["steps"].startswith(said)
     assert said in str(cache.report())
     assert cache.get_seq_length() == eager.get_seq_length()
 
 
-def test_followers_of_attention_calls_are_told_of_each():
+def test_attention_hook_is_called_for_every_decode_step():
     model, ids, calls = tiny_model("llama"), random_ids(1, 60), []
     cache = CompressedCache(model, POLICY)
     generated(model, cache, ids)
@@ -387,7 +387,7 @@ def test_followers_of_attention_calls_are_told_of_each():
     assert calls.count(1) == 11 * len(model.model.layers)
 
 
-def test_a_recorded_step_goes_with_its_call():
+def test_captured_step_is_freed_after_generate_call():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     generated(model, cache, ids)
@@ -395,7 +395,7 @@ def test_a_recorded_step_goes_with_its_call():
     assert not [each for each in gc.get_objects() if type(each) is step_graph.StepGraph]
 
 
-def test_an_embedded_prompt_is_counted_as_one_of_ids_is(recorded):
+def test_prompt_of_embeddings_is_captured_once_and_matches_eager(recorded):
     model, answers = tiny_model("llama"), []
     embeds = model.get_input_embeddings()(random_ids(1, 60))
     options = {"inputs_embeds": embeds, "max_new_tokens": 100, "do_sample": False}
@@ -406,7 +406,7 @@ def test_an_embedded_prompt_is_counted_as_one_of_ids_is(recorded):
     assert torch.equal(*answers)
 
 
-def test_a_prompt_read_in_inference_mode_and_one_outside_of_it():
+def test_tokens_are_equal_inside_and_outside_inference_mode():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     cache, answers = CompressedCache(model, POLICY), []
     for mode in (True, False, True):
@@ -417,7 +417,7 @@ def test_a_prompt_read_in_inference_mode_and_one_outside_of_it():
     assert torch.equal(answers[0], answers[2])
 
 
-def test_a_step_is_recorded_while_a_bar_follows_the_reading():
+def test_step_is_captured_while_progress_of_reading_is_reported():
     model, ids, told = tiny_model("llama"), random_ids(1, 60), []
     with telling_of_reading(model, lambda *read: told.append(read)):
         cache = CompressedCache(model, POLICY)

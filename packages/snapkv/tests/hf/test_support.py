@@ -1,4 +1,4 @@
-"""What does not go together is refused in one line, and nothing has changed: every row."""
+"""Every unsupported combination of options raises a one-line error and changes nothing."""
 
 import re
 
@@ -79,7 +79,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("said", "policy", "options"), REFUSED)
-def test_what_does_not_go_together(said, policy, options):
+def test_incompatible_options_are_refused_with_remedy(said, policy, options):
     with pytest.raises(InvalidArgumentError, match=said) as refusal:
         CompressedCache(tiny_model("llama"), policy, **options)
     assert "\n" not in str(refusal.value)
@@ -87,7 +87,7 @@ def test_what_does_not_go_together(said, policy, options):
 
 
 @pytest.mark.parametrize("recall", ["cpu", "Host", "none"])
-def test_a_word_for_a_place_names_no_folder(recall, tmp_path, monkeypatch):
+def test_recall_does_not_take_words_like_cpu_as_folder(recall, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         InvalidArgumentError, match=f"got '{recall}'. Use 'host', or use './{recall}'"
@@ -107,7 +107,7 @@ def test_a_word_for_a_place_names_no_folder(recall, tmp_path, monkeypatch):
         ("policy: .*got a LlamaConfig. See", tiny_config("llama"), {}),
     ],
 )
-def test_what_is_none_of_them(said, policy, options):
+def test_wrong_type_of_policy_or_recall_is_refused(said, policy, options):
     with pytest.raises(InvalidTypeError, match=said) as refusal:
         CompressedCache(tiny_model("llama"), policy, **options)
     assert "\n" not in str(refusal.value)
@@ -116,7 +116,7 @@ def test_what_is_none_of_them(said, policy, options):
 @pytest.mark.parametrize(
     "policy", [ExpectedAttention(**BOTH), KVzap(16, window_size=4, gate=drawn_gate(4, 8))]
 )
-def test_methods_that_turn_keys_refuse_latents(policy):
+def test_methods_that_rotate_keys_refuse_latent_attention(policy):
     with pytest.raises(UnsupportedModelError, match="latent attention"):
         CompressedCache(tiny_model("deepseek_v3"), policy)
 
@@ -131,7 +131,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("kind", "policy", "options", "said"), MODELS)
-def test_what_a_model_does_not_allow_leaves_it_as_it_was(kind, policy, options, said):
+def test_options_that_model_does_not_support_leave_model_unchanged(kind, policy, options, said):
     model = small_model(kind)
     before = model.config._attn_implementation
     with pytest.raises(SnapKVError, match=LINE) as refused:
@@ -175,9 +175,7 @@ LATER = [
 
 
 @pytest.mark.parametrize(("ask", "kind", "policy", "options", "said"), LATER)
-def test_what_a_cache_cannot_do_is_refused_before_anything_changes(
-    ask, kind, policy, options, said
-):
+def test_unsupported_cache_operation_is_refused_before_any_change(ask, kind, policy, options, said):
     model = small_model(kind)
     cache = CompressedCache(model, policy, **options)
     if ask is drop:
@@ -189,7 +187,7 @@ def test_what_a_cache_cannot_do_is_refused_before_anything_changes(
     assert cache.report() == before
 
 
-def test_every_row_of_the_table_is_tried():
+def test_every_compatibility_rule_is_tested():
     found = set()
     made = [("llama", policy, options) for _, policy, options in REFUSED]
     models, later = [row[:3] for row in MODELS], [row[1:4] for row in LATER]

@@ -1,4 +1,4 @@
-"""How often a GPU would be waited for: every time Python asks for a number that is on it."""
+"""How often Python would wait for a GPU because it reads a number that is stored there."""
 
 import itertools
 
@@ -14,7 +14,7 @@ SNAPKV = SnapKV(budget=16, window_size=4, kernel_size=3)
 
 
 class Asked(TorchDispatchMode):
-    """Counts the operations that bring a number, or a shape that depends on one, to Python."""
+    """Counts operations that make Python wait for a number, or for a shape that depends on one."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Asked(TorchDispatchMode):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Runs a forward pass as on a GPU; how often it asked, in each layer and behind the last."""
+    """Return a function that counts the waits of a forward pass in each layer."""
     to_list, lists = torch.Tensor.tolist, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: lists.append(1) or to_list(t))
 
@@ -64,13 +64,11 @@ def asked(monkeypatch):
     ],
     ids=["snapkv", "h2o", "r-kv", "adakv", "default", "default int4"],
 )
-def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
-    policy, options, prompt, token, asked
-):
-    """The check of the votes asks of the first layers, and of all others behind the last.
+def test_middle_layers_do_not_wait_for_device(policy, options, prompt, token, asked):
+    """The fidelity check waits once for the first layers and, after the last, once for all others.
 
-    Where a prefix was scored, it is asked once there whether all scores are numbers. Here all
-    layers choose together, if they can.
+    A policy that scores the prefix waits once more to check that all scores are finite. Here all
+    layers select together if they can.
     """
     model = tiny_model("llama")
     cache = CompressedCache(model, policy, **options)
@@ -80,7 +78,7 @@ def test_the_layers_between_the_first_and_the_last_are_not_waited_for(
         assert asked(model, ids[:, :1], past_key_values=cache) == token
 
 
-def test_tokens_behind_a_padded_batch_are_not_waited_for_in_every_layer(asked):
+def test_decode_step_of_padded_batch_waits_for_device_once(asked):
     model = tiny_model("llama")
     ids, mask = random_ids(2, 64), torch.ones(2, 64, dtype=torch.int64)
     mask[1, :9] = 0

@@ -1,8 +1,8 @@
 """Write docs/results/families.jsonl and docs/families.md: `make families`.
 
-The page has a few families; `docs/conf.py` puts the one of all in its place where it is built.
+The page lists a few families; `docs/conf.py` replaces it by the full list when it is built.
 
-With `--changes`, print instead what the installed transformers changes in them: `make test-newest`.
+With `--changes`, print how results differ with the installed transformers: `make test-newest`.
 """
 
 import json
@@ -26,7 +26,7 @@ SHOWN = (
     *("deepseek_v3", "falcon_h1", "gemma3", "gemma4", "gpt_oss", "llama", "llama4_text", "mistral"),
     *("phi3", "qwen3", "qwen3_next", "qwen3_vl"),
 )
-"""Families of the page that lies in the repository."""
+"""The families on the page that is committed to the repository."""
 
 _INTRODUCTION = """# Which models work
 
@@ -62,7 +62,7 @@ Models that see, through `generate`, with an image of the shape that each takes.
 
 
 def row(model_type: str) -> dict[str, Any]:
-    """What is known of a model: its layers that grow with the context, and every cell."""
+    """Test a model and return its row: the layers that grow with the context, and every cell."""
     found: dict[str, Any] = {"model": model_type}
     try:
         tiny(model_type)
@@ -78,12 +78,12 @@ def row(model_type: str) -> dict[str, Any]:
 
 
 def known() -> list[dict[str, Any]]:
-    """The rows that were written last."""
+    """Read the rows that were written last."""
     return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
 
 
 def page(rows: Sequence[dict[str, Any]], of: int | None = None) -> str:
-    """The page of these rows, which are some of so many."""
+    """Return the page for these rows; `of` is the number of all rows if these are a part."""
     reasons: dict[str, int] = {}
     refused, not_built, no_image = defaultdict(list), [], []
     lines, seeing = [], []
@@ -144,7 +144,7 @@ def _general(reason: str) -> str:
 
 
 def changes(known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """A line for each model that is new, gone or judged otherwise than in these rows, or wrong."""
+    """Yield a line for each model that is new, removed, wrong, or differs from the known row."""
     yield from (f"{model}: gone" for model in sorted(known.keys() - {*MODELS}))
     for model in MODELS:
         now, before = _said(row(model)), _said(known.get(model, {}))
@@ -154,7 +154,7 @@ def changes(known: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _said(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row says of the model: its fields, then its cells, in one word where all are right."""
+    """Return the fields and cells of a row, with one word for the cells if all are right."""
     parts = {name: row[name] for name in row if name not in ("cells", "images", "model")}
     for name in ("cells", "images"):
         cells = row.get(name, {})
@@ -164,7 +164,7 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(rows: Sequence[dict[str, Any]]) -> str:
-    """The page of the repository."""
+    """Return the page that is committed to the repository."""
     return page([each for each in rows if each["model"] in SHOWN], len(rows))
 
 

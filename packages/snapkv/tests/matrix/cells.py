@@ -1,6 +1,6 @@
-"""What is tried with every model, and how each is judged: right, refused by name, or wrong.
+"""What is tested with every model; each result is right, refused by name, or wrong.
 
-The judge is `tests.oracle`: transformers' own cache, whose attention hides what was dropped.
+The judge is `tests.oracle`: a full cache of transformers whose attention hides evicted tokens.
 """
 
 import copy
@@ -21,26 +21,26 @@ from tests.oracle import hidden_columns, masked_judge, masked_pass
 POLICY = SnapKV(24, window_size=8, kernel_size=5)
 PROMPT, NEW = 44, 4
 CLOSE = 2e-3
-"""How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
+"""Allowed difference of logits relative to the largest; float32 sums cause about 1e-4."""
 MATTERS = 1e-3
-"""How far what is dropped moves them at least, of the same: less, and nothing is judged."""
+"""Least relative change of the logits by evicted tokens; with less, a test shows nothing."""
 
 
 class WrongError(Exception):
-    """An answer is not what it must be."""
+    """Raised if a result differs from the expected one."""
 
 
 class TransformersError(Exception):
-    """Nor can transformers' own cache do it."""
+    """Raised if the cache of transformers fails in the same test."""
 
 
 @dataclass
 class Text:
-    """Rows of token ids with pads in front.
+    """Left-padded rows of token ids.
 
     Attributes:
         ids: (B, T) int64.
-        mask: (B, T) int64, zero for pads.
+        mask: (B, T) int64, zero for padding.
     """
 
     ids: Tensor
@@ -48,7 +48,7 @@ class Text:
 
     @classmethod
     def drawn(cls, *lengths: int, seed: int = 0) -> "Text":
-        """Rows of these lengths, the longest first."""
+        """Return random rows of these lengths, the longest first."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(3, VOCABULARY - 4, (len(lengths), max(lengths)), generator=generator)
         mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
@@ -65,7 +65,7 @@ class Text:
 
 @dataclass
 class Pair:
-    """A compressed cache and the full one of its judge, which read the same text."""
+    """A compressed cache and the full cache of its judge, which read the same text."""
 
     model: PreTrainedModel
     cache: CompressedCache
@@ -79,7 +79,7 @@ class Pair:
         self.full = DynamicCache(config=self.config)
 
     def read(self, stop: int) -> Tensor:
-        """(B, N, V): the logits of the next columns up to there, as both caches give them."""
+        """Read up to column `stop` with both caches, compare, and return the logits, (B, N, V)."""
         start, pads = self.seen, (self.text.mask == 0).sum(-1)
         hidden = hidden_columns(self.cache, start, pads) if start else {}
         ids, mask = self.text.ids[:, start:stop], self.text.mask[:, :stop]
@@ -94,9 +94,9 @@ class Pair:
 
 
 def hold_as_stored(cache: CompressedCache, full: DynamicCache) -> None:
-    """Give the full cache of one row without pads the numbers that codes stand for.
+    """Copy dequantized values into the full cache of one row without padding.
 
-    Of what it has read by now, where the compressed cache has read more.
+    Only the columns that the full cache has read are copied.
     """
     for layer, other in zip(cache.layers, full.layers, strict=True):
         if isinstance(layer, CompressedLayer) and not layer.store.is_exact:
@@ -108,7 +108,7 @@ def hold_as_stored(cache: CompressedCache, full: DynamicCache) -> None:
 
 
 def require_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """Raise WrongError where logits are apart, or none."""
+    """Raise WrongError if logits differ too much or are NaN."""
     apart = float((found - expected).abs().max() / expected.abs().max())
     if not apart <= CLOSE:
         raise WrongError(f"{what}: logits are off by {apart:.2g} of the highest")
@@ -120,7 +120,7 @@ def _pass(model, cache, ids, mask=None, positions=None) -> Tensor:
 
 
 def _answered(model: PreTrainedModel, text: Text, cache, *stops: int) -> Tensor:
-    """(B, len(stops), V): the logits behind each of these columns."""
+    """Read the text; return the last logits of each pass up to a stop, (B, len(stops), V)."""
     logits, start = [], 0
     for stop in stops:
         ids, positions = text.ids[:, start:stop], text.positions[:, start:stop]
@@ -133,7 +133,7 @@ _STEPS = (PROMPT, *range(PROMPT + 1, PROMPT + NEW + 1))
 
 
 def compressed(model: PreTrainedModel, policy=POLICY, **options) -> None:
-    """One row, read and gone on from by one token at a time."""
+    """Test one row that is read and continued token by token."""
     text = Text.drawn(PROMPT + NEW)
     pair = Pair(model, CompressedCache(model, policy, **options), text)
     found = [pair.read(stop)[:, -1] for stop in _STEPS]
@@ -146,7 +146,7 @@ def compressed(model: PreTrainedModel, policy=POLICY, **options) -> None:
 
 
 def padded(model: PreTrainedModel) -> None:
-    """Rows with pads in front, then every row alone."""
+    """Test that left-padded rows equal each row alone."""
     text = Text.drawn(PROMPT + NEW, 30 + NEW, 9 + NEW)
     pair = Pair(model, CompressedCache(model, POLICY), text)
     together = torch.stack([pair.read(stop)[:, -1] for stop in _STEPS], dim=1)
@@ -162,7 +162,7 @@ def padded(model: PreTrainedModel) -> None:
 
 
 def turns(model: PreTrainedModel) -> None:
-    """A second prompt behind some tokens, stored whole, then one that is compressed."""
+    """Test a second prompt after decoding, both with append and with compress."""
     stops = (*_STEPS, PROMPT + NEW + 11, PROMPT + NEW + 12)
     for how in ("append", "compress"):
         pair = Pair(model, CompressedCache(model, POLICY, turns=how), Text.drawn(stops[-1]))
@@ -173,7 +173,7 @@ def turns(model: PreTrainedModel) -> None:
 
 
 def in_pieces(model: PreTrainedModel) -> None:
-    """The prompt comes in three pieces, the last one shorter than the window."""
+    """Test a prompt in three pieces, the last one shorter than the window."""
     pair = Pair(model, CompressedCache(model, POLICY), Text.drawn(PROMPT + NEW, 30 + NEW))
     pair.cache.expect_prompt(PROMPT)
     for stop in (23, PROMPT - 5, *_STEPS):
@@ -181,7 +181,7 @@ def in_pieces(model: PreTrainedModel) -> None:
 
 
 def saved(model: PreTrainedModel) -> None:
-    """A cache out of a file goes on as the one that was saved, two rows of it."""
+    """Test that a loaded cache of two rows continues like the saved one."""
     text = Text.drawn(PROMPT + NEW, 30 + NEW)
     cache = CompressedCache(model, POLICY)
     _answered(model, text, cache, *_STEPS[:2])
@@ -200,7 +200,7 @@ def saved(model: PreTrainedModel) -> None:
 
 
 def rows(model: PreTrainedModel) -> None:
-    """Rows change places and some go, as in beam search; a reset cache reads anew."""
+    """Test reordered and removed rows, as in beam search, and a reset cache."""
     text = Text.drawn(PROMPT + NEW, 30 + NEW)
     cache = CompressedCache(model, POLICY)
     whole = _answered(model, text, cache, *_STEPS)
@@ -214,17 +214,17 @@ def rows(model: PreTrainedModel) -> None:
 
 
 def coded(model: PreTrainedModel) -> None:
-    """Keys and values in eight bits."""
+    """Test keys and values that are quantized to eight bits."""
     compressed(model, quantize="int8")
 
 
 def uneven(model: PreTrainedModel) -> None:
-    """Heads of different budgets."""
+    """Test heads with different budgets."""
     compressed(model, AdaKV(POLICY))
 
 
 def drafted(model: PreTrainedModel) -> None:
-    """Prompt lookup gives the tokens of greedy decoding on the same cache."""
+    """Test that prompt lookup gives the tokens of greedy decoding."""
     options = {"prompt_lookup_num_tokens": 3}
     plain = _generated(model, CompressedCache(model, POLICY))
     drafts = _generated(model, CompressedCache(model, POLICY), **options)
@@ -233,7 +233,7 @@ def drafted(model: PreTrainedModel) -> None:
 
 
 def _generated(model: PreTrainedModel, cache, **options) -> Tensor:
-    """Behind a prompt that repeats itself at its end."""
+    """Return greedy tokens after a prompt whose end repeats earlier text."""
     ids = Text.drawn(PROMPT).ids
     ids[:, -12:] = ids[:, 12:24]
     options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
@@ -251,11 +251,11 @@ CELLS: dict[str, Callable[[PreTrainedModel], None]] = {
     "AdaKV": uneven,
     "drafts": drafted,
 }
-"""What is tried, by its name in the table."""
+"""The tests, by their names in the table."""
 
 
 def verdict(cell: Callable[[], None]) -> str:
-    """ "right", "refused: " and why, or "wrong: " and how."""
+    """Run a test; return "right", "refused: " and the reason, or "wrong: " and the difference."""
     try:
         cell()
     except SnapKVError as error:
@@ -270,7 +270,7 @@ def verdict(cell: Callable[[], None]) -> str:
 
 
 def judged(model_type: str, cell: str) -> str:
-    """The verdict of a cell by its name."""
+    """Return the verdict of a cell by its name."""
     model = tiny(model_type)
 
     def tried() -> None:
@@ -287,7 +287,7 @@ def judged(model_type: str, cell: str) -> str:
 
 
 def _fails_anyway(model: PreTrainedModel, cell: str) -> bool:
-    """Whether transformers' own cache cannot do it either."""
+    """Return whether the cache of transformers fails in this test, too."""
     text, cache = Text.drawn(PROMPT, 30), DynamicCache(config=model.config)
     try:
         if cell == "drafts":

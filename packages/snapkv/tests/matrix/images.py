@@ -35,22 +35,22 @@ from tests.matrix.shrinking import IMAGE_ID, IMAGE_SIZE, seeing
 from tests.oracle import hidden_columns, hiding_by_step, masked_judge
 
 _BEFORE = 4
-"""Tokens in front of an image."""
+"""Number of tokens in front of an image."""
 _MOST_TOKENS = 37
 
 
 class NoImageError(Exception):
-    """No image that can be made here is one that the model takes."""
+    """Raised if the model accepts none of the images that these tests can make."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image as a model takes it.
+    """An image in the form that a model accepts.
 
     Attributes:
         inputs: arguments of the model.
-        tokens: how many places it takes in the text.
-        kinds: the argument that says which tokens are of an image; "" where there is none.
+        tokens: number of tokens that it takes in the text.
+        kinds: name of the argument that marks image tokens; "" if there is none.
     """
 
     inputs: dict[str, Any]
@@ -59,7 +59,7 @@ class Image:
     begin: int | None = None  # the id of the token before it, where there is one
 
     def placed(self, ids: Tensor, start: int) -> Tensor:
-        """Rows of ids with the image in each."""
+        """Return the ids with the tokens of the image placed in each row."""
         ids = ids.clone()
         ids[:, start : start + self.tokens] = IMAGE_ID
         if self.begin is not None:
@@ -67,7 +67,7 @@ class Image:
         return ids
 
     def arguments(self, ids: Tensor) -> dict[str, Any]:
-        """The model's arguments for rows of ids, each with one image."""
+        """Return the arguments of the model for rows of ids with one image each."""
         rows = {}
         for name, each in self.inputs.items():
             is_packed = name == "pixel_values" and "target_sizes" in self.inputs
@@ -81,7 +81,7 @@ class Image:
 
 
 def _shapes(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """An image in every shape that a model may take, each drawn at random."""
+    """Yield a random image in every shape that a model may accept."""
     vision = getattr(model.config, "vision_config", None)
     taken = inspect.signature(model.forward).parameters
     sizes = (getattr(part, "image_size", None) for part in (vision, model.config))
@@ -128,10 +128,10 @@ def _first(config: Any, *names: str) -> Any:
 
 @functools.cache
 def image_of(model_type: str) -> Image:
-    """The image that a model takes.
+    """Return an image that the model accepts.
 
     Raises:
-        NoImageError: none of those that are known.
+        NoImageError: the model accepts none of the known shapes.
     """
     model = seeing(model_type)
     config = model.config
@@ -156,7 +156,7 @@ def image_of(model_type: str) -> Image:
 
 @torch.no_grad()
 def _moved(model: PreTrainedModel, image: Image) -> float:
-    """How far another image moves the logits, as a part of the highest."""
+    """Return how much another image changes the logits, relative to the largest."""
     ids = image.placed(Text.drawn(PROMPT).ids, _BEFORE)
     inputs = image.arguments(ids)
     logits = model(ids, **inputs).logits[:, -1]
@@ -165,7 +165,7 @@ def _moved(model: PreTrainedModel, image: Image) -> float:
 
 
 class _Conversation:
-    """Two caches that go through the same turns by `generate`: a compressed one and its judge's."""
+    """A conversation by `generate` with a compressed cache and with the full cache of its judge."""
 
     def __init__(self, model: PreTrainedModel, policy=POLICY, pieces=None, **options: Any) -> None:
         self.model, self.judge = model, masked_judge(model)
@@ -178,7 +178,7 @@ class _Conversation:
         self.crossed: Image | None = None  # to which later turns attend, too
 
     def turn(self, text: Text, image: Image | None = None) -> Tensor:
-        """(B, NEW + 1, V): the logits of what is generated behind this text, as both give them."""
+        """Generate after a text with both caches and return the equal logits, (B, NEW + 1, V)."""
         pads = (text.mask == 0).sum(-1)
         self.pads = pads if self.pads is None else self.pads
         ids = text.ids if self.ids is None else torch.cat([self.ids, text.ids], dim=1)
@@ -211,7 +211,7 @@ class _Conversation:
         return logits
 
     def _require_judge_does(self, error: Exception, ids: Tensor, inputs: dict[str, Any]) -> None:
-        """Raise TransformersError where transformers' own cache cannot do it either."""
+        """Raise TransformersError if the cache of transformers fails in this turn, too."""
         if not isinstance(error, SnapKVError):
             try:
                 _generate(self.judge, self.full, ids, lambda: None, inputs)
@@ -252,7 +252,7 @@ def _generate(model: PreTrainedModel, cache, ids: Tensor, after_step: Callable, 
 
 
 def _prompt(image: Image, *lengths: int, seed: int = 0) -> Text:
-    """Rows of these lengths, each with an image behind its first tokens."""
+    """Return rows of these lengths with an image after the first tokens of each."""
     text = Text.drawn(*lengths, seed=seed)
     for row, length in enumerate(lengths):
         start = max(lengths) - length + _BEFORE
@@ -261,17 +261,17 @@ def _prompt(image: Image, *lengths: int, seed: int = 0) -> Text:
 
 
 def read_text(model: PreTrainedModel, image: Image) -> None:
-    """No image at all."""
+    """Test a text without an image."""
     compressed(model)
 
 
 def seen(model: PreTrainedModel, image: Image, *way: Any, **options: Any) -> None:
-    """An image in the prompt."""
+    """Test an image in the prompt."""
     _Conversation(model, *way, **options).turn(_prompt(image, PROMPT), image)
 
 
 def turns(model: PreTrainedModel, image: Image) -> None:
-    """An image, then text, then another image before the window, stored whole or compressed."""
+    """Test an image, text, and a second image before the window, with append and compress."""
     for how in ("append", "compress"):
         conversation = _Conversation(model, turns=how)
         conversation.turn(_prompt(image, PROMPT), image)
@@ -281,7 +281,7 @@ def turns(model: PreTrainedModel, image: Image) -> None:
 
 
 def padded(model: PreTrainedModel, image: Image) -> None:
-    """Rows of two lengths with an image each, then each row alone."""
+    """Test that two padded rows with an image each equal each row alone."""
     text = _prompt(image, PROMPT, PROMPT - 3)
     together, whole = _Conversation(model).turn(text, image), _whole(model, text, image)
     for row, logits in enumerate(together):
@@ -292,7 +292,7 @@ def padded(model: PreTrainedModel, image: Image) -> None:
 
 
 def _whole(model: PreTrainedModel, text: Text, image: Image) -> Tensor:
-    """(B, NEW + 1, V): the logits of what is generated on transformers' own cache."""
+    """Return the logits of generating with the cache of transformers, (B, NEW + 1, V)."""
     judge = masked_judge(model)
     full = DynamicCache(config=judge.config.get_text_config(decoder=True))
     inputs = {"attention_mask": text.mask} | image.arguments(text.ids)
@@ -300,12 +300,12 @@ def _whole(model: PreTrainedModel, text: Text, image: Image) -> Tensor:
 
 
 def in_pieces(model: PreTrainedModel, image: Image) -> None:
-    """The prompt comes in pieces, the image in several of them."""
+    """Test a prompt in pieces that divide the image."""
     _Conversation(model, pieces=_BEFORE + 2).turn(_prompt(image, PROMPT), image)
 
 
 def saved(model: PreTrainedModel, image: Image) -> None:
-    """A cache out of a file goes on, in another process, as the one that was saved."""
+    """Test that a cache continues like the saved one after loading with a copy of the model."""
     text, cache = _prompt(image, PROMPT), CompressedCache(model, POLICY)
     other = type(model)(copy.deepcopy(model.config)).eval()
     other.load_state_dict(model.state_dict())
@@ -328,11 +328,11 @@ IMAGE_CELLS: dict[str, Callable[[PreTrainedModel, Image], None]] = {
     "int8": functools.partial(seen, quantize="int8"),
     "AdaKV": functools.partial(seen, policy=AdaKV(POLICY)),
 }
-"""What is tried, by its name in the table."""
+"""The tests, by their names in the table."""
 
 
 def image_row(model_type: str) -> dict[str, Any]:
-    """What is known of a model that sees: every cell, or why no image was tried."""
+    """Test a model that accepts images and return every cell, or why none was tested."""
     try:
         model = seeing(model_type)
         image = image_of(model_type)

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 _SEEING = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 SEEING = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
 MODELS = tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *_SEEING}))
-"""By their `model_type`; those that see images, too, are read text."""
+"""All models by `model_type`; models that accept images are tested with text."""
 
 VOCABULARY = 64
 HEADS = 4
@@ -102,7 +102,7 @@ _SIZES: dict[str, Any] = {
     )
     for name in names.split()
 }
-"""How small a field is; 0 and 1 stay, since they switch something off."""
+"""The small value of each config field; 0 and 1 stay, because they switch features off."""
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups")
 _KV_HEADS += ("num_global_key_value_heads",)
@@ -117,7 +117,7 @@ _ATTENDING = {"sliding_window": None}
 
 
 def _turned_three_ways(*numbers: int, **options: float) -> dict[str, Any]:
-    """By positions of three axes, so many of a head's numbers by each."""
+    """Return rope settings for positions on three axes; `numbers` are the head sections of each."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(numbers)}
     return {"rope_parameters": rope | options}
 
@@ -220,7 +220,7 @@ def _layers(config: Any) -> int | None:
 
 
 def _chosen(config: Any) -> list[int]:
-    """Indices of a few layers, every kind of them among them, and two that grow."""
+    """Return indices of a few layers that include every kind and two that grow."""
     count = _layers(config)
     lists = {name: value for name, value in _saved(config).items() if _is_by_layer(value, count)}
     kinds = list(zip(*lists.values(), strict=True)) if lists else [()] * (count or 0)
@@ -246,7 +246,7 @@ def _saved(config: Any) -> dict[str, Any]:
 
 
 def shrunk(config: Any, *, groups: bool = True) -> Any:
-    """The same config with everything small; `groups` of query heads share keys and values."""
+    """Return the config with small sizes; with `groups`, query heads share keys and values."""
     own = OWN.get(config.model_type, {})
     count, chosen = _layers(config), _chosen(config)
     changes: dict[str, Any] = {}
@@ -286,7 +286,7 @@ def _token(name: str, token: int) -> int | None:
 
 
 def _plain_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """Without what belongs to a length or a head's size."""
+    """Return rope settings without those that depend on a length or a head size."""
     if any(isinstance(part, dict) for part in rope.values()):
         return {name: part and _plain_rope(part) for name, part in rope.items()}
     plain = rope | {"rope_type": "default"}
@@ -304,9 +304,9 @@ def _plain_rope(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def growing_layers(model_type: str) -> tuple[int, int]:
-    """How many layers' caches grow with the context, and of how many, by the class defaults.
+    """Return how many layers grow with the context and the layer count of the default config.
 
-    Where those are none of a model that people run, of the tiny one.
+    The tiny model is used if the class defaults are not those of a model that people run.
     """
     config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
     if has_own_layers(model_type):
@@ -317,7 +317,7 @@ def growing_layers(model_type: str) -> tuple[int, int]:
 
 
 def has_own_layers(model_type: str) -> bool:
-    """Whether the kinds of the tiny model's layers are not those of the class defaults."""
+    """Return whether the layer kinds of the tiny model differ from the class defaults."""
     config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
     names = ("layer_types", "sliding_window", "attn_layer_indices")
     return any(name in OWN.get(config.model_type, {}) for name in names)
@@ -328,7 +328,7 @@ def _grows(layer: Any) -> bool:
 
 
 def _config(model_type: str) -> Any:
-    """That of the class, with an encoder of images where the default has none."""
+    """Return the default config, with a vision config added if it is missing."""
     made = CONFIG_MAPPING[model_type]()
     lacking = [name for name in made.sub_configs if "vision" in name and not getattr(made, name)]
     return type(made)(**{name: {} for name in lacking}) if lacking else made
@@ -336,14 +336,14 @@ def _config(model_type: str) -> Any:
 
 @functools.cache
 def tiny(model_type: str) -> PreTrainedModel:
-    """The model, as small as it can be, whose attention is as peaked as it can stand."""
+    """Return the tiny model, with weights that make its attention peaked."""
     sees = model_type in _SEEING
     return _tiny(model_type, AutoModelForImageTextToText if sees else AutoModelForCausalLM)
 
 
 @functools.cache
 def seeing(model_type: str) -> PreTrainedModel:
-    """The tiny model that sees images: often the one that is read text."""
+    """Return the tiny model that accepts images, often the same model as for text."""
     names = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     if names[0].get(model_type) in (None, names[1][model_type]):
         return tiny(model_type)
@@ -366,7 +366,7 @@ def _tiny(model_type: str, kind: Any) -> PreTrainedModel:
 
 
 def _peaked(model: PreTrainedModel) -> PreTrainedModel:
-    """With greater weights, so that it matters what is kept; as great as sums of floats allow."""
+    """Return a copy with larger weights, so that evicting tokens changes the logits."""
     for factor in (4.0, 2.0, 1.0):
         greater = copy.deepcopy(model)
         with torch.no_grad():

@@ -1,4 +1,7 @@
-"""No model answers wrong: one of each kind here, every other one under the marker `families`."""
+"""No model gives wrong results.
+
+One model of each kind is tested here, every other model only with the marker `families`.
+"""
 
 import pytest
 import torch
@@ -29,14 +32,14 @@ KINDS = (
     "granitemoehybrid", "kimi_linear", "llama", "llama4_text", "phi3", "qwen3_next",
     "gemma3", "mllama", "qwen2_5_vl", "qwen3_vl",
 )  # fmt: skip
-"""Of each kind of attention and of pictures one; `deepseek_v32` is refused for its indexer."""
+"""One model of each kind of attention and images; `deepseek_v32` is refused for its indexer."""
 SEEING = ("gemma3", "gemma4", "llava", "mllama", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 REST = [pytest.param(model, marks=pytest.mark.families) for model in MODELS if model not in KINDS]
 
 
 @pytest.mark.filterwarnings("ignore")  # those of transformers about tiny configs
 @pytest.mark.parametrize("model", [*(model for model in KINDS if model in MODELS), *REST])
-def test_a_model_is_right_or_refused(model):
+def test_model_gives_right_results_or_is_refused(model):
     found = row(model)
     cells = [*found.get("cells", {}).items(), *found.get("images", {}).items()]
     assert [(name, cell) for name, cell in cells if "wrong" in cell] == []
@@ -48,8 +51,8 @@ def test_a_model_is_right_or_refused(model):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", [name for name in GROWING if name in MODELS])
 @torch.no_grad()
-def test_plan_and_report_count_what_grows(model):
-    """As transformers' own cache does; plans know it, or refuse the family."""
+def test_plan_and_report_count_bytes_of_growing_layers(model):
+    """The bytes equal those of `DynamicCache`; a plan knows the sizes or refuses the family."""
     try:
         cache = CompressedCache(tiny(model), FullCache())
     except UnsupportedModelError:
@@ -84,13 +87,13 @@ def test_plan_and_report_count_what_grows(model):
     assert report.held_bytes == whole - (40 - int(report.kept_tokens)) * token
 
 
-def test_the_page_is_that_of_the_rows():
+def test_families_page_matches_recorded_rows():
     if transformers.__version__ == KNOWN[0]["transformers"]:
         assert (DOCS / "families.md").read_text(encoding="utf-8") == shown(KNOWN)
 
 
 def test_the_most_used_models_are_compressed():
-    """And all that is refused of them stands in the page."""
+    """Models that accept images must also have results for images."""
     rows = {each["model"]: each for each in KNOWN}
     assert [model for model in MOST_USED if "cells" not in rows[model]] == []
     assert [model for model in SEEING if "images" not in rows[model]] == []

@@ -1,4 +1,4 @@
-"""The families on a CUDA device: sdpa, eager and flash attention, in the dtypes used there."""
+"""Model families on a CUDA device: sdpa, eager and flash attention in 16-bit and 32-bit floats."""
 
 import copy
 import gc
@@ -31,7 +31,7 @@ flash = pytest.param(
 
 
 def on_cuda(family, implementation, dtype):
-    """A copy of the family's tiny model on the device, with the wanted attention."""
+    """Return a copy of the tiny model of a family on the device with the given attention."""
     model = copy.deepcopy(tiny_model(family, IMPLEMENTATIONS[family][-1]))
     model.set_attn_implementation(implementation)
     return model.to("cuda", dtype)
@@ -41,7 +41,7 @@ def on_cuda(family, implementation, dtype):
 @pytest.mark.parametrize("implementation", ["sdpa", flash])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_low_precision_keeps_what_eager_keeps(family, implementation, dtype, padded):
+def test_low_precision_keeps_nearly_same_positions_as_eager(family, implementation, dtype, padded):
     ids = random_ids(2, PROMPT).cuda()
     mask = torch.ones_like(ids)
     mask[1, : 120 if padded else 0] = 0
@@ -53,13 +53,13 @@ def test_low_precision_keeps_what_eager_keeps(family, implementation, dtype, pad
         assert torch.isin(ours[0], theirs[0]).float().mean() > 0.8, "more than rounding explains"
 
 
-def test_a_kernel_encodes_what_torch_does():
+def test_cuda_kernel_encodes_same_codes_as_torch():
     require_encoding("cuda")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
-    """Copies run in a stream of their own; what they bring back must be whole when it is read."""
+def test_recall_over_turns_keeps_same_positions_as_fresh_compression(family):
+    """Copies run in a separate stream; restored tokens must be complete before they are read."""
     model = on_cuda(family, "sdpa", torch.float32)
     turns = [random_ids(2, PROMPT).cuda(), random_ids(2, 40, seed=1).cuda()]
     cache = CompressedCache(model, POLICY, recall="host")
@@ -77,7 +77,7 @@ def test_recall_over_turns_keeps_what_a_fresh_compression_keeps(family):
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize, going_on):
+def test_captured_steps_give_same_tokens_as_eager_steps(family, policy, quantize, going_on):
     model = on_cuda(family, "sdpa", torch.float32)
     made = going_on | {"quantize": quantize}
     cache = CompressedCache(model, policy, **made)
@@ -93,14 +93,14 @@ def test_a_step_that_is_a_graph_answers_as_an_eager_one(family, policy, quantize
 
 
 class Asking(LlamaRMSNorm):
-    """Reads a number, which is seen before anything is recorded."""
+    """A norm that reads a number, which is detected before capture begins."""
 
     def forward(self, states):
         return super().forward(states * float(states.abs().max() > 0))
 
 
 class Waiting(LlamaRMSNorm):
-    """Waits for the device, which ends a recording."""
+    """A norm that waits for the device, which makes capture fail."""
 
     def forward(self, states):
         torch.cuda.synchronize()
@@ -108,7 +108,7 @@ class Waiting(LlamaRMSNorm):
 
 
 @pytest.mark.parametrize("norm", [Asking, Waiting])
-def test_a_step_that_cannot_be_a_graph_leaves_the_device_as_it_was(norm):
+def test_step_that_cannot_be_captured_runs_eagerly_and_leaves_device_usable(norm):
     ids, said = random_ids(1, PROMPT).cuda(), []
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     answers = []
@@ -124,8 +124,8 @@ def test_a_step_that_cannot_be_a_graph_leaves_the_device_as_it_was(norm):
     assert torch.equal(answers[0], answers[2])
 
 
-def test_a_hundred_prompts_leave_no_memory_behind():
-    """A graph goes with the call that recorded it."""
+def test_a_hundred_prompts_leak_no_device_memory():
+    """A graph is freed with the call that captured it."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 120).cuda()
     options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     held = []
@@ -143,8 +143,8 @@ def test_a_hundred_prompts_leave_no_memory_behind():
     assert max(held[1:]) <= held[0]
 
 
-def test_the_prompt_is_freed_while_it_is_read():
-    """Peak memory of reading a prompt is no higher than without compression."""
+def test_peak_memory_of_prefill_is_no_higher_than_with_full_cache():
+    """Each layer frees its evicted tokens before the next layer is read."""
     model, ids = on_cuda("llama", "sdpa", torch.bfloat16), random_ids(1, 400).cuda()
     peaks = []
     for policy in (FullCache(), SnapKV(64, window_size=16)):
@@ -158,7 +158,7 @@ def test_the_prompt_is_freed_while_it_is_read():
     assert held < peaks[0]
 
 
-def test_room_that_runs_out_is_recorded_again(monkeypatch):
+def test_captured_steps_match_eager_steps_after_append_buffer_is_full(monkeypatch):
     monkeypatch.setattr(append_buffers, "FIRST_TOKENS", 8)
     model, ids = on_cuda("llama", "sdpa", torch.float32), random_ids(2, PROMPT).cuda()
     options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}

@@ -1,4 +1,7 @@
-"""Flex attention on a CPU, where transformers itself can run it (no sinks, a C++ compiler)."""
+"""Flex attention on a CPU.
+
+It needs a C++ compiler, and transformers does not support sinks there.
+"""
 
 import copy
 import shutil
@@ -21,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(params=["llama", "gemma3_text"])
 def models(request):
-    """The same model with eager and with flex attention."""
+    """Return the same model with eager and with flex attention."""
     torch._dynamo.reset()
     eager = tiny_model(request.param, "eager")
     flex = copy.deepcopy(eager)
@@ -37,7 +40,7 @@ def tokens(model, ids, policy=POLICY, **options):
 
 @pytest.mark.parametrize("policy", [POLICY, SnapKV(keep_ratio=0.3, window_size=8)], ids=str)
 @pytest.mark.parametrize("pads", [0, 60])
-def test_flex_equals_eager(models, policy, pads):
+def test_flex_attention_gives_same_tokens_and_positions_as_eager(models, policy, pads):
     mask = torch.ones(2, PROMPT, dtype=torch.long)
     mask[1, :pads] = 0
     found = [tokens(model, random_ids(2, PROMPT), policy, attention_mask=mask) for model in models]
@@ -45,7 +48,7 @@ def test_flex_equals_eager(models, policy, pads):
     assert torch.equal(*(cache.kept_positions(1) for _, cache in found))
 
 
-def test_flex_prompt_lookup_equals_greedy(models):
+def test_prompt_lookup_with_flex_attention_gives_same_tokens_as_greedy(models):
     ids = random_ids(1, PROMPT) % 9 + 3
     lookup = {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1}
     looked, _ = tokens(models[1], ids, **lookup)

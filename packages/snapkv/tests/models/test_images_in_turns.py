@@ -1,4 +1,4 @@
-"""A second image in a later turn, by plain calls: its tokens see each other in both directions."""
+"""A second image in a later turn, in plain calls: image tokens attend in both directions."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ SNAPKV = SnapKV(24, window_size=8)
 
 @functools.cache
 def gemma3():
-    """All layers of full attention, so that those of uneven budgets need masks of their own."""
+    """Return Gemma 3 with full attention in every layer, so that uneven budgets need masks."""
     config = copy.deepcopy(seeing("gemma3").config)
     text = config.get_text_config(decoder=True)
     text.layer_types = ["full_attention"] * len(text.layer_types)
@@ -34,7 +34,7 @@ def with_image(tokens, seed):
 
 @torch.no_grad()
 def turn(model, cache, new, before=None):
-    """The logits of a turn with an image, told which tokens of the whole text are of images."""
+    """Return the logits of a turn with an image; the call marks the image tokens of the text."""
     image = image_of("gemma3")
     whole = new if before is None else torch.cat([before, new], dim=1)
     if isinstance(cache, CompressedCache) and before is not None:
@@ -44,7 +44,7 @@ def turn(model, cache, new, before=None):
     return model(new, past_key_values=cache, attention_mask=mask, **told).logits
 
 
-def test_a_second_image_is_seen_with_recall_as_on_a_full_cache():
+def test_second_image_with_recall_gives_same_logits_as_full_cache():
     model, judge = gemma3(), masked_judge(gemma3())
     cache, full = (
         CompressedCache(model, AdaKV(SNAPKV), recall="host"),
@@ -66,7 +66,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_second_image_over_what_was_kept_is_refused_before_anything_is_stored(name):
+def test_second_image_without_recall_is_refused_before_any_token_is_stored(name):
     policy, options = REFUSED[name]
     cache, first = CompressedCache(gemma3(), policy, **options), with_image(PROMPT, 1)
     turn(gemma3(), cache, first)
@@ -78,8 +78,8 @@ def test_a_second_image_over_what_was_kept_is_refused_before_anything_is_stored(
         gemma3()(first[:, :BEFORE], past_key_values=cache)
 
 
-def test_tokens_that_see_later_ones_on_paper():
-    """Two queries behind two stored tokens: the first sees the second, or does not."""
+def test_sees_ahead_matches_worked_example():
+    """Two queries follow two stored tokens; the first query may or may not see the second one."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1]]).bool()[None, None]
     assert masks.sees_ahead(mask, 2)
     assert not masks.sees_ahead(mask.tril(2), 2)

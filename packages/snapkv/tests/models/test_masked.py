@@ -1,4 +1,4 @@
-"""A budget that covers the prompt changes nothing; a 4-D mask of the caller is refused."""
+"""A budget that covers the prompt does not change the logits; 4-D masks of callers are refused."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ COVERING = [
 
 
 @pytest.mark.parametrize(("family", "policy"), COVERING)
-def test_budget_that_covers_the_prompt_gives_logits_of_transformers_own_cache(family, policy):
+def test_budget_that_covers_prompt_gives_same_logits_as_dynamic_cache(family, policy):
     implementation, ids = IMPLEMENTATIONS[family][0], random_ids(2, PROMPT + 2)
     model = tiny_model(family, implementation)
     reference = unwrapped(model, implementation)
@@ -30,7 +30,7 @@ def test_budget_that_covers_the_prompt_gives_logits_of_transformers_own_cache(fa
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"turns": "compress"}], ids=str)
 @torch.no_grad()
-def test_a_4d_mask_of_ones_own_is_refused_behind_a_compressed_prompt(options):
+def test_4d_mask_of_caller_is_refused_after_compressed_prompt(options):
     model, (ids, pads) = tiny_model("llama"), left_padded((PROMPT, 61))
     cache = CompressedCache(model, SnapKV(40, window_size=8), **options)
     model(ids, past_key_values=cache, attention_mask=pads)

@@ -1,4 +1,4 @@
-"""Reading layer by layer gives what reading at once gives; for every family see `test_masked`."""
+"""`layer_by_layer` reads a prompt with the result of a single pass and restores the model."""
 
 import copy
 
@@ -13,7 +13,7 @@ from tests.families import generated, random_ids, tiny_model
 POLICY = SnapKV(40, window_size=8)
 
 
-def test_only_the_layer_being_read_is_whole():
+def test_only_one_layer_is_uncompressed_while_reading_layer_by_layer():
     model, ids, whole = tiny_model("mistral"), random_ids(1, 100), []
 
     class Watched(CompressedCache):
@@ -28,7 +28,7 @@ def test_only_the_layer_being_read_is_whole():
     assert len(whole) == 5 * len(model.model.layers)
 
 
-def test_the_model_is_as_before_afterwards_and_after_an_error():
+def test_layer_by_layer_restores_model_on_exit_and_after_error():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     expected = model(ids).logits
     with pytest.raises(RuntimeError, match="stop"), layer_by_layer(model):
@@ -41,7 +41,7 @@ def test_the_model_is_as_before_afterwards_and_after_an_error():
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_embeddings_of_the_caller_are_not_written_over():
+def test_layer_by_layer_does_not_overwrite_input_embeddings():
     model, ids = tiny_model("llama"), random_ids(1, 60)
     embeddings = model.get_input_embeddings()(ids).detach()
     before = embeddings.clone()
@@ -54,7 +54,7 @@ def test_embeddings_of_the_caller_are_not_written_over():
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_only_a_whole_reading_has_is_refused(name):
+def test_layer_by_layer_refuses_hidden_states_and_attention_weights(name):
     model, ids = tiny_model("llama", "eager"), random_ids(1, 60)
     cache = CompressedCache(model, POLICY)
     with layer_by_layer(model, chunk_tokens=16), torch.no_grad():
@@ -65,13 +65,13 @@ def test_what_only_a_whole_reading_has_is_refused(name):
         model(ids[:, :16], past_key_values=cache, **{name: True})
 
 
-def test_pieces_have_a_token_at_least():
+def test_layer_by_layer_refuses_chunks_of_zero_tokens():
     refused = pytest.raises(InvalidArgumentError, match="chunk_tokens")
     with refused, layer_by_layer(tiny_model("llama"), chunk_tokens=0):
         pass
 
 
-def test_out_of_memory_in_the_middle_leaves_model_and_cache_usable():
+def test_out_of_memory_during_prefill_leaves_model_and_cache_usable():
     model, ids = copy.deepcopy(tiny_model("llama")), random_ids(1, 150)
     mlp, calls = model.model.layers[2].mlp, []
     cache = CompressedCache(model, POLICY)

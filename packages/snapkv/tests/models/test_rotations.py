@@ -1,4 +1,4 @@
-"""Keys turn as the text decoder's rotary embedding turns them, in models that see images, too."""
+"""Keys are rotated like the text decoder rotates them, also in models that accept images."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def text(tokens=PROMPT):
 
 @torch.no_grad()
 def keys_at(model, start):
-    """The keys that every full layer holds of a text that begins at a position, by layer."""
+    """Return the keys in each full-attention layer of a text that begins at `start`."""
     cache = DynamicCache(config=model.config)
     positions = torch.arange(start, start + PROMPT)[None]
     model(text(), position_ids=positions, past_key_values=cache)
@@ -52,8 +52,8 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", [*SEEING, *ROTARY, *SCALED])
-def test_turned_keys_are_those_of_a_text_that_begins_elsewhere(name):
-    """Turning back works as well."""
+def test_rotated_keys_equal_keys_computed_at_target_positions(name):
+    """Rotation to earlier positions is tested as well."""
     model = model_of(name)
     first, later = keys_at(model, 0), keys_at(model, FURTHER)
     full = CompressedCache(model, StreamingLLM(8)).compressed_layers
@@ -66,7 +66,7 @@ def test_turned_keys_are_those_of_a_text_that_begins_elsewhere(name):
 
 @every_policy
 @pytest.mark.parametrize("name", SEEING)
-def test_text_is_compressed_and_text_behind_an_image_refused(name, policy):
+def test_text_is_compressed_and_text_with_image_is_refused(name, policy):
     model, image = seeing(name), image_of(name)
     options = {"max_new_tokens": 3, "do_sample": False}
     cache = CompressedCache(model, policy)

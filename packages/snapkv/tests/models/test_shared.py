@@ -1,4 +1,4 @@
-"""One reading for several caches: every cache is as if the model had read the prompt into it."""
+"""One reading fills several caches; each cache is as if the model had read the prompt into it."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def assert_alike(model, ids, shared, policy, **options):
     assert_stored_alike(given, own)
 
 
-def test_policies_share_one_reading_with_each_other():
+def test_policies_with_shared_reading_match_policies_with_own_reading():
     model, ids = tiny_model("llama"), random_ids(1, 90)
     shared = SharedReading(model, ids)
     for name in ("adakv", "criticalkv", "h2o", "fastgen", "kvzap", "across-layers"):
@@ -49,14 +49,14 @@ def test_policies_share_one_reading_with_each_other():
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_kind_of_cache_shares_a_reading(options):
+def test_every_kind_of_cache_with_shared_reading_matches_own_reading(options):
     model, ids = tiny_model("llama"), random_ids(1, 80)
     shared = SharedReading(model, ids)
     for _ in range(2):  # nothing of what is shared was written over
         assert_alike(model, ids, shared, SNAPKV, **options)
 
 
-def test_a_question_behind_the_context_is_read_by_the_model():
+def test_question_after_shared_context_is_read_by_the_model():
     model, ids = tiny_model("llama"), random_ids(1, 100)
     shared = SharedReading(model, ids[:, :80])
     own, given = (CompressedCache(model, SNAPKV) for _ in range(2))
@@ -67,7 +67,7 @@ def test_a_question_behind_the_context_is_read_by_the_model():
             assert torch.equal(answered(model, ids, given)[0], answered(model, ids, own)[0])
 
 
-def test_the_first_of_two_readings_is_shared_and_the_second_is_not():
+def test_kvzip_with_shared_first_reading_keeps_same_positions_as_alone():
     model, ids = tiny_model("llama"), random_ids(1, 80)
     policy = KVzip(24, window_size=6, chunk_tokens=32)
     own = read_context(model, ids, policy)
@@ -75,7 +75,7 @@ def test_the_first_of_two_readings_is_shared_and_the_second_is_not():
         assert_stored_alike(read_context(model, ids, policy), own)
 
 
-def test_a_model_that_is_wrapped_is_refused_before_it_reads(monkeypatch):
+def test_shared_reading_refuses_already_wrapped_model(monkeypatch):
     model, ids = tiny_model("llama"), random_ids(1, 40)
     shared = SharedReading(model, ids)
     refused = pytest.raises(UnsupportedModelError, match="are already wrapped")
@@ -86,12 +86,12 @@ def test_a_model_that_is_wrapped_is_refused_before_it_reads(monkeypatch):
         SharedReading(model, ids)
 
 
-def test_states_of_a_recurrence_are_not_shared():
+def test_shared_reading_refuses_model_with_recurrent_layers():
     with pytest.raises(UnsupportedModelError, match=r"2 of 3 in .* Read the prompt for each"):
         SharedReading(small_model("linear"), random_ids(1, 40) % 64)
 
 
-def test_a_call_that_asks_for_more_hides_tokens_or_places_them_is_read_by_the_model():
+def test_call_with_mask_positions_or_hidden_states_is_read_by_the_model():
     model, ids = tiny_model.__wrapped__("llama"), random_ids(1, 40)  # it gets transformers' hooks
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -110,8 +110,8 @@ def test_a_call_that_asks_for_more_hides_tokens_or_places_them_is_read_by_the_mo
             assert not torch.equal(read().logits[:, -1], expected)
 
 
-def test_what_it_holds_is_known_before():
-    """By hand: 64 tokens, 4 layers, 8 query heads and 2 times 2 of 8 numbers each, 4 bytes."""
+def test_shared_bytes_predicts_size_of_shared_reading():
+    """64 tokens, 4 layers, 8 query heads and 2 KV heads of keys and values, 8 floats of 4 bytes."""
     model = tiny_model("llama")
     shared = SharedReading(model, random_ids(1, 64))
     states = [part for step in shared._steps for part in (step.keys, step.values, step.call.query)]

@@ -1,5 +1,7 @@
-"""Random sequences of operations on a compressed cache, judged by each row alone and by an oracle.
+"""Random sequences of cache operations, compared with each row read alone and with an oracle.
 
-`drawing` draws them, `playing` plays them, `judging` judges each of their steps, `cases` keeps what
-failed once. ``SEQUENCES=20000 SEED=1 pytest packages/snapkv/tests/sequences`` plays as many.
+`drawing` draws them, `playing` runs them, `judging` checks each of their steps, and `cases`
+holds sequences that failed earlier.
+
+``SEQUENCES=20000 SEED=1 pytest packages/snapkv/tests/sequences`` runs 20000 of them.
 """

@@ -1,4 +1,4 @@
-"""Sequences that failed once, made short; what was wrong with each stands above it."""
+"""Shortened sequences that failed earlier. The comment above each one says what was wrong."""
 
 import snapkv as kv
 from tests.gates import drawn_gate

@@ -1,4 +1,4 @@
-"""Sequences are drawn here: the same one for the same seed and number."""
+"""Draw random sequences. The same seed and number give the same sequence."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""What a cache has become is judged: each row is read again alone, and an oracle reads the batch.
+"""Check a cache: each row is read again alone, and an oracle reads the batch.
 
 Alone a row is read with no pads, its turns at once, without copies, files or other rows, and
 without what was cropped. It must keep the same positions and give the same logits. The oracle is
@@ -27,41 +27,41 @@ from tests.oracle import hidden_columns, masked_judge, masked_pass
 from tests.sequences.operations import Sequence
 
 CHANGES = ("crop", "spans")
-"""Parts that are no reading."""
+"""Kinds of parts that read no tokens."""
 CLOSE = 2e-3
-"""How far logits may be apart, as a part of the highest of them; float32 sums make it 1e-4."""
+"""Allowed difference of logits relative to the largest; float32 sums cause about 1e-4."""
 CLOSE_IN_BITS = {"int8": 0.15, "K8V4": 0.7, "int4": 0.7}
-"""Where a row and the same one alone are grouped with other neighbours."""
+"""Allowed difference if quantization groups of a row differ from those of the row alone."""
 CLOSE_IN_GROUPS = {"int8": CLOSE, "K8V4": 1e-2, "int4": 1e-2}
-"""Where they are grouped alike; a number between two codes goes to either by such a sum, 3e-3."""
+"""Allowed difference if the groups are equal; rounding to another code causes about 3e-3."""
 
 
 @functools.cache
 def judge_of(kind: str) -> PreTrainedModel:
-    """A copy of that model that has nothing to do with the library, and hides what it is told."""
+    """Return an unwrapped copy of the model whose attention can hide columns."""
     return masked_judge(small_model(kind))
 
 
 class WrongError(Exception):
-    """The cache is not as it must be."""
+    """Raised if a cache differs from what the judge expects."""
 
 
 def kind_of(error: SnapKVError) -> str:
-    """What kind of refusal it is: the argument, what was expected, without numbers and names."""
+    """Return the exception class and the problem of an error, without the value that it names."""
     return f"{type(error).__name__}: {str(error).partition(', but got ')[0]}"
 
 
 def reading(
     model: PreTrainedModel, how: str, piece: int
 ) -> contextlib.AbstractContextManager[None]:
-    """Within this block the model reads by layers, where that is how."""
+    """Let the model read layer by layer in this block if `how` is "layers"."""
     if how == "layers":
         return layer_by_layer(model, chunk_tokens=piece)
     return contextlib.nullcontext()
 
 
 def last_logits_of(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) -> Tensor:
-    """(R, 1, V) behind a context that is read before any question."""
+    """Read a context with `read_twice` and return its last logits, (R, 1, V)."""
     found: list[Tensor] = []
     with model.register_forward_hook(lambda *call: found.append(call[-1].logits)):
         read_twice(model, ids, cache, instruction_ids=(5, 6))
@@ -70,13 +70,13 @@ def last_logits_of(model: PreTrainedModel, ids: Tensor, cache: CompressedCache) 
 
 @dataclass
 class Part:
-    """A "turn" or a "step" that was read, or a change, that is to be done alone, too.
+    """A "turn" or "step" that was read, or a change, which is repeated for each row alone.
 
     Attributes:
         start: column of its first token; of a crop, tokens seen before.
-        stop: column behind the last one that was read; of a crop, tokens seen after.
+        stop: column after the last one that was read; of a crop, tokens seen after.
         ids: (R, stop - start), what was read; of a drop, (R, N, 2) spans of each row.
-        end: of a turn, where it will end; None where the next pass will tell.
+        end: of a turn, the column where it will end; None if the next pass determines it.
         passes: of a turn, how it was read and up to which column; of spans, how many tokens stay.
     """
 
@@ -90,24 +90,24 @@ class Part:
 
 @dataclass
 class State:
-    """A cache and all that was done to it.
+    """A cache and the history of operations on it.
 
     Attributes:
-        cache: the one that is judged.
-        full: the oracle's, or None where it cannot follow.
+        cache: the cache that is checked.
+        full: the cache of the oracle, or None if the oracle cannot follow.
         ids: (R, tokens seen).
-        pads: (R,) leading columns of each row that are none of its tokens.
-        done: what was read, but for the turn that is open.
+        pads: (R,) number of leading padding columns of each row.
+        done: the finished parts, without the open turn.
         turn: the turn that is open, or None.
-        prompt_end: as the cache was told, or None.
+        prompt_end: the prompt length that was announced to the cache, or None.
         logits: (R, N, V) of the last N columns of the turn that is open.
-        alone: for each row a cache that has read it alone, and how many parts; None until asked.
-        short_by: queries that crops took of the last ones, which vote at the end of a short turn.
+        alone: for each row, a cache that has read it alone and its number of parts; None at first.
+        short_by: number of last queries that crops removed; they vote at the end of a short turn.
         resumed_at: tokens seen after the last of those crops.
-        dropped: (R, columns) bool, which of the first columns were dropped by span.
-        other_groups: whether codes share a scale that do not in a row that is read alone.
-        fewer_votes: whether a crop has taken queries that have voted alone; then only the numbers
-            of kept tokens are alike.
+        dropped: (R, columns) bool, the leading columns that were dropped by `cache.drop`.
+        other_groups: whether quantization groups differ from those of a row that is read alone.
+        fewer_votes: whether a crop has removed queries that vote if the row is read alone; then
+            only the numbers of kept tokens are equal.
     """
 
     cache: CompressedCache
@@ -128,7 +128,7 @@ class State:
 
     @property
     def dropped_by_now(self) -> Tensor:
-        """(R, tokens seen) bool."""
+        """The columns that were dropped by span, (R, tokens seen) bool."""
         return torch.nn.functional.pad(self.dropped, (0, self.seen - self.dropped.shape[1]))
 
     @property
@@ -136,7 +136,7 @@ class State:
         return self.ids.shape[1]
 
     def note_rows(self) -> None:
-        """Note whether a token has other neighbours in the batch than alone: its code stays so."""
+        """Record whether quantization groups differ from those of a row that is read alone."""
         self.other_groups |= bool(self.pads.any()) or (self.rows > 1 and bool(self.dropped.any()))
 
     @property
@@ -144,15 +144,15 @@ class State:
         return self.ids.shape[0]
 
     def mask(self, stop: int) -> Tensor:
-        """(R, stop) int64, zero for pads."""
+        """Return the attention mask up to `stop`, (R, stop) int64, zero for padding."""
         return (torch.arange(stop) >= self.pads[:, None]).long()
 
     def positions(self, start: int, stop: int) -> Tensor:
-        """(R, stop - start) int64."""
+        """Return the positions of the columns, (R, stop - start) int64."""
         return (torch.arange(start, stop) - self.pads[:, None]).clamp(min=0)
 
     def branch(self, cache: CompressedCache) -> "State":
-        """The same for a copy of the cache."""
+        """Return a copy of this state for a copy of the cache."""
         return replace(
             self,
             cache=cache,
@@ -164,7 +164,7 @@ class State:
 
 
 class Judge:
-    """Knows what the caches of a sequence must be."""
+    """Checks the caches of a sequence against rows read alone and against an oracle."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence, self.policy, self.options = sequence, sequence.policy, sequence.options
@@ -176,19 +176,19 @@ class Judge:
         self.looks_back = self.recalls or self.options.get("turns") == "compress"
 
     def new_cache(self) -> CompressedCache:
-        """An empty one."""
+        """Return an empty cache with the policy and options of the sequence."""
         return CompressedCache(self.model, self.policy, **self.options)
 
     @property
     def _votes_choose_numbers(self) -> bool:
-        """Whether it depends on votes how many tokens all layers keep."""
+        """Whether the votes determine how many tokens are kept in total."""
         inner = [self.policy]
         while hasattr(inner[-1], "policy"):
             inner.append(inner[-1].policy)
         return any(isinstance(getattr(each, "budget", None), AutoBudget) for each in inner)
 
     def check(self, state: State) -> None:
-        """What holds at any time."""
+        """Check what must hold for a cache at any time."""
         cache = state.cache
         seen = {layer.seen_tokens for layer in cache.prompt_state.layers}
         if seen != {state.seen}:
@@ -208,7 +208,7 @@ class Judge:
             raise WrongError("report: held_bytes is not the sum of the layers'")
 
     def judge(self, state: State, *, keeps: bool = True) -> None:
-        """Every row is as it is alone."""
+        """Check that every row equals the same row read alone."""
         state.note_rows()
         for row in range(state.rows):
             cache, logits = self._alone(state, row)
@@ -257,7 +257,7 @@ class Judge:
             raise WrongError(f"row {row} alone: {totals[0]} tokens in all for {totals[1]}")
 
     def _alone(self, state: State, row: int) -> tuple[CompressedCache, Tensor]:
-        """The row read alone, and the logits of the last part."""
+        """Return a cache that has read the row alone, and the logits of the last part."""
         cache, read = state.alone[row] or (self.new_cache(), 0)
         logits = torch.empty(0)
         for number in range(read, len(state.done)):
@@ -291,7 +291,7 @@ class Judge:
         return logits[-1] if len(logits) == 1 else torch.cat(logits, dim=1)
 
     def _passes_alone(self, part: Part) -> list[tuple[Any, ...]]:
-        """At once, but where it matters to what is kept how a turn is read."""
+        """Return one pass, unless the way of reading the turn changes what is kept."""
         matters = (self.evicts or self.forgets_states) and part.start > 0
         matters |= part.end != part.stop
         matters |= any(how == "context" for how, *_ in part.passes)
@@ -300,7 +300,7 @@ class Judge:
         return [("call", part.stop)]
 
     def lost_votes(self, state: State) -> bool:
-        """Whether queries that a crop took would have voted at the end that has been read."""
+        """Return whether a crop removed queries that would have voted in the last turn."""
         wanted = self.policy.query_tokens
         if not (state.short_by and wanted):
             return False
@@ -313,7 +313,7 @@ class Judge:
     def hidden(
         self, state: State, *, in_turn: bool | None = None, after: int | None = None
     ) -> dict[int, Tensor]:
-        """Which of the columns seen the next pass will not see, by layer."""
+        """Return the seen columns that the next pass will not see, by layer."""
         seen = state.cache.get_seq_length()
         in_turn = state.turn is not None if in_turn is None else in_turn
         if after is not None:
@@ -328,7 +328,7 @@ class Judge:
     def ask_oracle(
         self, state: State, hidden: dict[int, Tensor], start: int, logits: Tensor
     ) -> None:
-        """Read the same tokens into transformers' own cache."""
+        """Read the same tokens into the full cache of the oracle."""
         if not self._has_oracle(state):
             state.full = None
         if state.full is None:
@@ -347,24 +347,24 @@ class Judge:
 
     @property
     def _bits(self) -> str | None:
-        """How near codes are, by the name of such; None where there are none."""
+        """The name of the quantization, or None if nothing is quantized."""
         given = self.options.get("quantize")
         if isinstance(given, KVCodes):
             return "int8" if given.keys == given.values == 8 else "int4"
         return given
 
     def _has_oracle(self, state: State) -> bool:
-        """Whether attention is that of a full cache that hides what is not kept."""
+        """Return whether the attention equals that of a full cache that hides evicted tokens."""
         if self._bits in ("int4", "K8V4"):
             return False  # rounding alone moves logits as far as a wrong token would
         return not (isinstance(self.policy, StreamingLLM) and not self.is_whole(state))
 
     def is_whole(self, state: State) -> bool:
-        """Whether nothing was dropped, in any layer or row."""
+        """Return whether no token was evicted, in any layer or row."""
         return len(self.whole_layers(state)) == len(state.cache.compressed_layers)
 
     def whole_layers(self, state: State) -> set[int]:
-        """Those in which no head or row has dropped anything."""
+        """Return the layers in which no head of any row has evicted a token."""
         cache = state.cache
         dropped = state.dropped[:, : cache.get_seq_length()].sum(dim=-1)
         tokens = (self._tokens(state) - dropped)[:, None]
@@ -376,19 +376,19 @@ class Judge:
         }
 
     def _tokens(self, state: State) -> Tensor:
-        """(R,) tokens that each row has read; pads count until the first prompt has ended."""
+        """Return the tokens that each row has read, (R,); padding counts in the first prompt."""
         has_read = any(part.kind not in CHANGES for part in state.done)
         in_first = not has_read and (state.turn is not None or state.prompt_end is None)
         return state.cache.get_seq_length() - (0 * state.pads if in_first else state.pads)
 
 
 def _sets(kept: Tensor) -> list[set[int]]:
-    """(H, S) positions as sets, heads that are alike told once."""
+    """Return the positions of each head, (H, S), as sets; equal heads are listed once."""
     return [{position for position in head if position >= 0} for head in kept.tolist()]
 
 
 def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:
-    """Ascending, each once, -1 in front, none of a token that was not seen."""
+    """Check that positions ascend without repetition after leading -1 and are of seen tokens."""
     steps = kept.diff(dim=-1)
     real = kept[..., :-1] >= 0
     wrong = bool(((steps <= 0) & real).any()) or bool((kept >= tokens[:, None, None]).any())
@@ -397,7 +397,7 @@ def _require_positions(kept: Tensor, tokens: Tensor, layer: int) -> None:
 
 
 def _require_bytes(kept: Tensor, layer: Any, row: dict[str, Any], options: dict[str, Any]) -> None:
-    """Bytes are those of the tokens that are kept; codes are left out."""
+    """Check that the held bytes match the kept tokens; quantized layers are skipped."""
     if options.get("quantize"):
         return
     keys, values = layer.keys, layer.values

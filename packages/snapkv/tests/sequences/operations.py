@@ -1,4 +1,4 @@
-"""What can be done to a cache, and a sequence of it."""
+"""The operations on a cache, and a sequence of them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,21 +7,21 @@ from snapkv.policies import Policy
 
 
 class Operation:
-    """One of those below."""
+    """The base class of the operations below."""
 
 
 @dataclass(frozen=True)
 class Turn(Operation):
-    """A prompt, the first one or a later one, read to its end.
+    """Read the first or a later prompt to its end.
 
     Attributes:
-        tokens: of the longest row; where a prompt is open already, what is left of it is read.
+        tokens: length of the longest row; if a prompt is already open, the rest of it is read.
         how: "call" unannounced, which after a prompt has ended is a step of many tokens; "told" by
             `expect_prompt`; then in "pieces", by "layers"; "generate"; "context", the
             first one by `read_context`.
         piece: tokens of a piece; for "generate", 0 for none.
         answer: tokens to generate.
-        pads: in front of each row of a first prompt; there are as many rows.
+        pads: padding in front of each row of a first prompt; also sets the number of rows.
     """
 
     tokens: int
@@ -33,7 +33,7 @@ class Turn(Operation):
 
 @dataclass(frozen=True)
 class Begin(Operation):
-    """Announce a prompt and read the beginning of it."""
+    """Announce a prompt and read only its beginning."""
 
     tokens: int
     of: int
@@ -42,7 +42,7 @@ class Begin(Operation):
 
 @dataclass(frozen=True)
 class Step(Operation):
-    """Plain calls: one token after the other, or together."""
+    """Read tokens in plain calls, one by one or together."""
 
     tokens: int = 1
     together: bool = False
@@ -50,18 +50,18 @@ class Step(Operation):
 
 @dataclass(frozen=True)
 class Crop(Operation):
-    """Take back the last tokens."""
+    """Remove the last tokens with `cache.crop`."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class Drop(Operation):
-    """Drop spans as far as they were seen.
+    """Drop spans of tokens, as far as they have been read.
 
     Attributes:
-        spans: of each row's own tokens.
-        shift: by how many tokens they stand further right in every later row.
+        spans: spans in the tokens of each row.
+        shift: number of tokens by which the spans move to the right from row to row.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -70,7 +70,7 @@ class Drop(Operation):
 
 @dataclass(frozen=True)
 class Rows(Operation):
-    """Take rows by the cache's method of that name; numbers beyond the last row begin again.
+    """Select rows with the cache method `how`; numbers beyond the last row wrap around.
 
     Attributes:
         how: "reorder_cache", by as many of the numbers as there are rows; "batch_select_indices",
@@ -84,7 +84,7 @@ class Rows(Operation):
 
 @dataclass(frozen=True)
 class Copy(Operation):
-    """Copy the cache; go on with the copy or the original, the other one goes on later."""
+    """Copy the cache and continue with the copy or the original; the other one continues later."""
 
     deep: bool = False
     go_on: str = "copy"
@@ -92,12 +92,12 @@ class Copy(Operation):
 
 @dataclass(frozen=True)
 class Swap(Operation):
-    """Go on with the other one of two caches."""
+    """Continue with the other one of two caches."""
 
 
 @dataclass(frozen=True)
 class Save(Operation):
-    """Save, load, and go on with what was loaded."""
+    """Save and load the cache, and continue with the loaded one."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Reset(Operation):
 
 @dataclass(frozen=True)
 class Sequence:
-    """A cache of that kind of model, policy and options, and what is done to it.
+    """A kind of model, a policy and options for a cache, and the operations on it.
 
     Attributes:
-        recorded: whether the steps of `generate` are recorded, in room that runs out soon.
-        waiting_bytes: how much layers may hold that wait to choose together.
+        recorded: whether the steps of `generate` are captured, with small append buffers.
+        waiting_bytes: limit for the bytes of layers that wait to select together.
     """
 
     model: str

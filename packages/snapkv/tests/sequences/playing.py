@@ -1,4 +1,4 @@
-"""A sequence is played, and judged after every operation."""
+"""Run a sequence and check the cache after every operation."""
 
 import contextlib
 import copy
@@ -39,11 +39,11 @@ EQUAL, REFUSED, WRONG, ERROR = "equal", "refused by name", "wrong", "error witho
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a sequence.
+    """The result of running a sequence.
 
     Attributes:
         kind: one of the four above.
-        said: what was wrong or refused, one line each.
+        said: one line for each thing that was wrong or refused.
     """
 
     kind: str
@@ -51,12 +51,12 @@ class Verdict:
 
 
 class RefusedError(Exception):
-    """An operation was refused by name, and nothing was changed by it."""
+    """Raised if an operation was refused with a SnapKVError and changed nothing."""
 
 
 @torch.no_grad()
 def play(sequence: do.Sequence) -> Verdict:
-    """Do all of a sequence and say what became of it."""
+    """Run all operations of a sequence and return the verdict."""
     refused: list[str] = []
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files that vanish
     try:
@@ -90,7 +90,7 @@ def _noting(refused: list[str]) -> Iterator[None]:
 
 
 class Game:
-    """A sequence that is being played."""
+    """A sequence while it runs, with the states of its caches."""
 
     def __init__(self, sequence: do.Sequence, folder: Path) -> None:
         self.sequence, self.folder = sequence, folder
@@ -106,7 +106,7 @@ class Game:
         return State(cache=cache, full=full, ids=ids, pads=torch.empty(0, dtype=torch.int64))
 
     def apply(self, operation: do.Operation) -> None:
-        """Do one operation; what makes no sense now is left out."""
+        """Apply one operation; skip it if it is not possible in the current state."""
         if self._wants_context and getattr(operation, "how", "") != "context":
             return
         if self.state.rows or isinstance(operation, do.Turn | do.Begin | do.Reset | do.Save):
@@ -180,7 +180,7 @@ class Game:
         state.turn.end = state.prompt_end = end
 
     def _feed(self, tokens: int, how: str = "call", piece: int = 0) -> None:
-        """One plain call with tokens that nobody has seen."""
+        """Read new tokens in one plain call."""
         state = self.state
         if state.turn is None and not state.seen:
             state.turn = Part("turn", 0, 0, state.ids)
@@ -213,7 +213,7 @@ class Game:
         self._took(start, logits, how)
 
     def _took(self, start: int, logits: Tensor, how: str, *, keeps: bool = True) -> None:
-        """Note a pass, and judge what has come to its end."""
+        """Record a pass and check every part that it has finished."""
         state = self.state
         if state.turn is None:
             state.done.append(Part("step", start, state.seen, state.ids[:, start:]))
@@ -232,7 +232,7 @@ class Game:
             self.judge.judge(state, keeps=keeps)
 
     def _generate(self, end: int, turn: do.Turn) -> None:
-        """`generate`; an answer is a turn and then steps."""
+        """Run `generate`; its result counts as a turn and then decode steps."""
         state, start = self.state, self.state.seen
         ids = torch.cat([state.ids, self._draw(end - start)], dim=1)
         watched = _Watch(lambda: self.judge.hidden(state, after=end))
@@ -415,7 +415,7 @@ class Game:
         self.state = self._emptied(self.state.cache)
 
     def _unless_refused(self, change: Callable[[], Any]) -> Any:
-        """What the change gives; refused, it must have left everything as it was."""
+        """Return the result of the change; if it is refused, check that it changed nothing."""
         before = _seen_of(self.state.cache)
         try:
             return change()
@@ -425,7 +425,7 @@ class Game:
             raise RefusedError(kind_of(error)) from error
 
     def finish(self, refused: list[str]) -> None:
-        """Let every cache go on with what it has."""
+        """Let every cache generate more tokens and check it."""
         for state in [self.state, *self.others]:
             self.state = state
             if state.rows and not self._wants_context:
@@ -435,7 +435,7 @@ class Game:
 
 
 class _Watch(StoppingCriteria):
-    """Is called by `generate` after every pass, and asks what is hidden from the next one."""
+    """A stopping criterion that records after every pass what is hidden from the next one."""
 
     def __init__(self, ask: Callable[[], dict[int, Tensor]]) -> None:
         self.ask, self.seen = ask, []
@@ -446,7 +446,7 @@ class _Watch(StoppingCriteria):
 
 
 def _seen_of(cache: CompressedCache) -> list[tuple[int, Tensor]]:
-    """What is seen of a cache from outside: for every layer tokens seen, and positions kept."""
+    """Return the seen tokens and kept positions of every layer."""
     return [
         (row["seen_tokens"], cache.kept_positions(row["layer"]))
         if row["kind"] == "compressed"
@@ -463,7 +463,7 @@ def _same(one: list[tuple[int, Tensor]], other: list[tuple[int, Tensor]]) -> boo
 
 
 def _take_rows(layer: Any, order: Tensor) -> None:
-    """The rows of one of transformers' own layers in another order."""
+    """Select rows of a cache layer of transformers in place."""
     for name in ("keys", "values", "conv_states", "recurrent_states"):
         held = getattr(layer, name, None)
         if isinstance(held, Tensor) and held.ndim > 1:

@@ -1,4 +1,4 @@
-"""Whatever is done to a cache, every row is as it is alone, and sees what it keeps and no more."""
+"""After any sequence of operations, each row is as if read alone and sees only what it keeps."""
 
 import os
 from dataclasses import replace
@@ -15,7 +15,7 @@ FINE = (EQUAL, REFUSED)
 
 
 def shortened(sequence):
-    """The sequence without operations and options that it fails without, too, and its verdict."""
+    """Remove what the failure does not need; return the shorter sequence and its verdict."""
     verdict = play(sequence)
     for part in ("operations", "options"):
         for place in reversed(range(len(getattr(sequence, part)))):
@@ -30,13 +30,13 @@ def shortened(sequence):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_failed_once_does_not_fail_again(name):
+def test_formerly_failing_sequence_passes(name):
     verdict = play(CASES[name])
     assert verdict.kind in FINE, verdict.said
 
 
 @pytest.mark.parametrize("first", range(0, COUNT, AT_ONCE))
-def test_random_sequences_of_operations(first):
+def test_random_sequences_match_rows_read_alone_and_oracle(first):
     for number in range(first, first + AT_ONCE):
         sequence = drawn(SEED, number)
         if play(sequence).kind not in FINE:
