@@ -71,7 +71,7 @@ def test_questions_of_different_lengths_share_the_document(lengths, chunk_tokens
 @pytest.mark.parametrize(
     "policy", [AdaKV(POLICY), SnapKV("30%", window_size=WINDOW)], ids=["adakv", "bytes"]
 )
-def test_other_methods_choose_for_each_question_too(policy):
+def test_other_methods_select_for_each_question_as_if_read_together(policy):
     model, questions = tiny_model("llama"), asked(20, 11)
     inputs = Document(model, text(), policy).inputs(questions)
     assert_as_if_read_together(model, inputs, read_together(model, questions, policy))
@@ -80,7 +80,7 @@ def test_other_methods_choose_for_each_question_too(policy):
 
 
 @pytest.mark.parametrize("tokens", [5, 30, 60, 140])
-def test_a_whole_question_votes_with_the_defaults_method(tokens):
+def test_default_policy_lets_the_whole_question_vote(tokens):
     """As if both had been read together by a cache that knows how long the question is."""
     model, (question,) = tiny_model("llama"), asked(tokens)
     inputs = Document(model, text(), default_policy(BUDGET)).inputs([question])
@@ -96,7 +96,7 @@ def test_a_whole_question_votes_with_the_defaults_method(tokens):
     assert (kept[0] != kept[1]) == (16 < tokens <= 128)  # else it says nothing
 
 
-def test_asking_leaves_the_document_as_it_was_and_a_conversation_can_follow():
+def test_question_does_not_change_the_document_and_a_conversation_can_follow():
     model, document = tiny_model("llama"), Document(tiny_model("llama"), text(), POLICY)
     before = document.host_bytes
     first = document.inputs(asked(20))
@@ -109,7 +109,7 @@ def test_asking_leaves_the_document_as_it_was_and_a_conversation_can_follow():
     assert_as_if_read_together(model, document.inputs(asked(20)), read_together(model, asked(20)))
 
 
-def test_a_document_can_be_read_layer_by_layer_and_saved(tmp_path):
+def test_document_can_be_read_layer_by_layer_saved_and_loaded(tmp_path):
     model = tiny_model("llama")
     with layer_by_layer(model, chunk_tokens=25):
         document = Document(model, text(), POLICY)
@@ -127,7 +127,7 @@ def test_a_document_can_be_read_layer_by_layer_and_saved(tmp_path):
         Document.load(tmp_path / "three", model)
 
 
-def test_what_is_no_document_or_no_question_is_refused():
+def test_invalid_documents_and_questions_are_refused():
     model = tiny_model("llama")
     with pytest.raises(InvalidTypeError, match="input_ids: expected a tensor of integers"):
         Document(model, "text", POLICY)

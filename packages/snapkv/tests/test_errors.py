@@ -8,13 +8,13 @@ from snapkv.errors import install_command, missing_package
 
 
 @pytest.mark.parametrize("package", ["pypdfium2", "PyStemmer"])
-def test_packages_come_in_the_releases_that_are_asked_for(monkeypatch, package):
+def test_install_command_has_the_required_versions(monkeypatch, package):
     lines = [f"{package}>=3; extra == 'some'", "torch>=2.8"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: lines)
     assert install_command(package) == f"pip install '{package}>=3'"
 
 
-def test_without_metadata_packages_are_named_all_the_same(monkeypatch):
+def test_install_command_names_packages_without_metadata(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -22,7 +22,7 @@ def test_without_metadata_packages_are_named_all_the_same(monkeypatch):
     assert install_command("gguf", "accelerate") == "pip install 'gguf' 'accelerate'"
 
 
-def test_the_error_says_what_for():
+def test_missing_package_error_says_what_needs_the_package():
     said = str(missing_package("plot: drawing figures", "matplotlib"))
     assert said.startswith("plot: drawing figures needs the package matplotlib, which is not ins")
     assert ". Run pip install 'matplotlib" in said

@@ -83,7 +83,7 @@ def plain_scores(model, ids, *, plus):
         ("phi3", 1, True),
     ],
 )
-def test_what_is_kept_received_most_while_the_text_was_repeated(family, rows, plus):
+def test_kept_positions_received_the_most_attention_in_the_second_reading(family, rows, plus):
     model, ids = tiny_model(family, "eager"), random_ids(rows, TOKENS)
     policy = replace(POLICY, plus=plus)
     prompts = read_layers(model, ids, CompressedCache(model, policy), instruction_ids=INSTRUCTION)
@@ -106,7 +106,7 @@ def test_what_is_kept_received_most_while_the_text_was_repeated(family, rows, pl
     assert all(not layer.self_attn._forward_pre_hooks for layer in model.model.layers)
 
 
-def test_plus_by_hand():
+def test_kvzip_plus_equals_a_worked_example():
     """Two queries, of states of length 1 and 4, behind two positions of values worth 1 and 3.
 
     The first pays them (1/3, 1/3), so 1/3 and 1; the second, of logits (ln 8, 0) beside its own
@@ -131,7 +131,7 @@ def short_model(positions):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_pieces_are_as_short_as_the_positions_left():
+def test_pieces_of_the_second_reading_fit_into_the_remaining_positions():
     torch.manual_seed(0)
     model, ids, seen = short_model(TOKENS + 13), random_ids(1, TOKENS), []
     hook = model.model.rotary_emb.register_forward_pre_hook(
@@ -143,7 +143,7 @@ def test_pieces_are_as_short_as_the_positions_left():
     assert cache.report().kept_tokens == BUDGET
 
 
-def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
+def test_second_reading_is_refused_if_it_is_unnecessary_or_impossible():
     model, ids = tiny_model("llama"), random_ids(1, TOKENS)
     for policy in (SnapKV(BUDGET, window_size=4), PyramidKV(BUDGET, window_size=4)):
         with pytest.raises(InvalidArgumentError, match="policy: expected KVzip"):
@@ -177,7 +177,7 @@ def test_what_needs_no_second_reading_or_cannot_have_one_is_refused():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("pieces", [None, 20])
-def test_a_prompt_that_is_read_once_is_refused_before_any_layer_has_changed(family, pieces):
+def test_single_reading_is_refused_before_any_layer_has_changed(family, pieces):
     model, ids = tiny_model(family), random_ids(1, TOKENS)
     cache, said = (
         CompressedCache(model, AcrossLayers(POLICY)),

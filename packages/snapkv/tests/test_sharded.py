@@ -46,7 +46,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("mix", MIXED.values(), ids=MIXED)
-def test_tensors_of_two_devices_are_refused(mix):
+def test_pretended_devices_refuse_tensors_of_two_devices(mix):
     with pretending() as there, pytest.raises(RuntimeError, match="all tensors on one device"):
         mix(torch.ones(3), torch.ones(3, device=there))
 
@@ -99,7 +99,7 @@ def require_same():
 
 
 @pytest.mark.parametrize("name", [*CACHES, *BYTES])
-def test_every_method_and_storage(name, require_same):
+def test_every_method_and_storage_answers_on_two_devices_as_on_one(name, require_same):
     def run(model, put):
         cache = new_cache(model, name)
         text = model.generate(put(IDS), attention_mask=put(MASK), past_key_values=cache, **OPTIONS)
@@ -112,12 +112,12 @@ def test_every_method_and_storage(name, require_same):
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_layer(kind, name, require_same):
+def test_every_kind_of_layer_answers_on_two_devices_as_on_one(kind, name, require_same):
     split = 2 if kind == "shared" else None  # the layers that share keys lie behind
     require_same(lambda model, put: generated(model, put, name, IDS), small_model(kind), split)
 
 
-def test_layers_that_share_keys_are_not_parted():
+def test_layers_that_share_keys_on_different_devices_are_refused():
     with pretending() as first:
         model = spread(copy.deepcopy(small_model("shared")), first, device(1), 3)
         with pytest.raises(UnsupportedModelError, match="Put layers 2 to 3 on one device with"):
@@ -125,7 +125,7 @@ def test_layers_that_share_keys_are_not_parted():
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "int4", "h2o", "recall"])
-def test_turns_rows_crop_and_file(name, require_same, tmp_path):
+def test_turns_rows_crops_and_files_work_on_two_devices_as_on_one(name, require_same, tmp_path):
     def run(model, put):
         cache, path = new_cache(model, name), tmp_path / model.device.type
         text = model.generate(put(IDS), past_key_values=cache, **OPTIONS)
@@ -176,14 +176,14 @@ def second_reading(model, put):
 
 
 @pytest.mark.parametrize("way", [spans, by_layer, drafts, second_reading])
-def test_other_ways_to_read_and_to_go_on(way, require_same):
+def test_spans_prefills_and_drafts_work_on_two_devices_as_on_one(way, require_same):
     require_same(way)
 
 
 @pytest.mark.parametrize(
     "name", ["snapkv", "criticalkv", "expected-attention", "streaming-llm moved", "adakv"]
 )
-def test_offloaded_weights(name, tmp_path):
+def test_model_with_offloaded_weights_answers_as_without_offloading(name, tmp_path):
     def run(model):
         cache = new_cache(model, name)
         text = model.generate(IDS, past_key_values=cache, **OPTIONS)

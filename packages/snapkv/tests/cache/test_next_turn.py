@@ -97,7 +97,7 @@ def next_turn(rows):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_next_turn_is_chosen_as_without(name, tmp_path):
+def test_next_turn_of_a_saved_or_copied_cache_equals_that_of_the_original(name, tmp_path):
     kept, logits = next_turn(in_state(name))
     rows = in_state(name)
     branches = {way: change(rows.cache, tmp_path) for way, change in WAYS.items()}
@@ -107,7 +107,7 @@ def test_the_next_turn_is_chosen_as_without(name, tmp_path):
         assert torch.equal(logits, other_logits), way
 
 
-def test_a_question_that_is_expected_changes_what_is_kept():
+def test_expected_question_changes_the_kept_positions():
     """Otherwise the test above would say nothing about it."""
     kept = [next_turn(in_state(name))[0] for name in list(STATES)[:3]]
     for one, other in ((0, 1), (0, 2), (1, 2)):
@@ -117,7 +117,7 @@ def test_a_question_that_is_expected_changes_what_is_kept():
         )
 
 
-def test_a_file_that_does_not_know_of_questions_is_read(tmp_path):
+def test_file_without_question_tokens_is_loaded(tmp_path):
     """Those of 0.3: the next turn goes by the method as it is."""
     in_state("nothing is expected").cache.save(tmp_path / "one")
     tensors, notes = read_sealed(tmp_path / "one")

@@ -44,9 +44,7 @@ def with_a_turn(mask, *pads):
 
 
 @by_case
-def test_pads_in_a_turn_or_of_a_token_that_was_read_are_refused_and_nothing_changes(
-    policy, options
-):
+def test_padding_after_the_first_token_is_refused_and_changes_nothing(policy, options):
     model, cache, mask = behind_a_prompt(policy, options)
     cache.expect_prompt(99)
     before, other = kept_of(cache), copy.deepcopy(cache)
@@ -61,7 +59,7 @@ def test_pads_in_a_turn_or_of_a_token_that_was_read_are_refused_and_nothing_chan
 
 
 @by_case
-def test_a_leading_pad_stays_a_pad(policy, options):
+def test_leading_padding_stays_masked_in_later_passes(policy, options):
     """Without a mask, and with one of ones; one token at a time, and several."""
     model, cache, mask = behind_a_prompt(policy, options)
     other = copy.deepcopy(cache)
@@ -74,7 +72,7 @@ def test_a_leading_pad_stays_a_pad(policy, options):
         torch.testing.assert_close(call(model, cache, token, **given), expected, **CLOSE)
 
 
-def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
+def test_too_short_mask_is_refused_unless_it_masks_nothing():
     model, cache, mask = behind_a_prompt(POLICY, {})
     whole, token = with_a_turn(mask)[:, :91], later[:, :1]
     with pytest.raises(
@@ -87,7 +85,7 @@ def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_a_pad_token_of_the_text_itself_needs_a_mask_that_says_so():
+def test_pad_token_inside_the_text_requires_an_attention_mask():
     """Without one `generate` takes every pad token for padding."""
     model, said = tiny_model("llama"), "or pass attention_mask if the text itself contains the pad"
     first, later = random_ids(1, 60), random_ids(1, 9, 1)

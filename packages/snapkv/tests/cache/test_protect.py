@@ -22,7 +22,7 @@ ONE_OF_EACH = {type(policy): name for name, policy in METHODS.items() if "moved"
 """The last variant of every method that can protect spans."""
 
 
-def test_every_method_is_here():
+def test_every_method_has_a_case():
     assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES)
 
 
@@ -60,7 +60,7 @@ def _talk(policy, *, padded=True, prompts=1, model="llama", **options):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "across-layers", *ONE_OF_EACH.values()])
-def test_protected_positions_stay_over_two_turns_at_the_same_price(name):
+def test_protected_positions_are_kept_over_two_turns_within_the_same_budget(name):
     policy = METHODS[name]
     _, plain, _ = _talk(policy, prompts=2)
     _, found, _ = _talk(policy, prompts=2, protect=SPANS)
@@ -84,7 +84,7 @@ STORAGES = {
 
 
 @pytest.mark.parametrize("options", STORAGES.values(), ids=STORAGES)
-def test_protected_positions_stay_in_every_storage(options, tmp_path):
+def test_protected_positions_are_kept_in_every_storage_and_after_saving(options, tmp_path):
     """Positions of the second prompt stay where that is compressed too."""
     policy, spans = METHODS["snapkv"], [*SPANS, (85, 88)]
     _, plain, _ = _talk(policy, prompts=2, **options)
@@ -103,7 +103,7 @@ def test_protected_positions_stay_in_every_storage(options, tmp_path):
     assert all(head >= PLACES for row in _positions(loaded) for head in row)
 
 
-def test_protected_positions_stay_layer_by_layer():
+def test_protected_positions_are_kept_in_layer_by_layer_prefill():
     model, ids = tiny_model("llama"), random_ids(1, 150)
     cache = CompressedCache(model, METHODS["snapkv"], protect=[*SPANS, (140, 10_000)])
     with layer_by_layer(model, chunk_tokens=13):
@@ -122,7 +122,7 @@ ROOM = {
 
 
 @pytest.mark.parametrize("name", [*ROOM, "both"])
-def test_more_than_can_ever_fit_is_refused_at_once_and_the_most_fits(name):
+def test_constructor_refuses_more_protected_tokens_than_fit_and_accepts_the_most(name):
     both = PromptThenDecode(prompt=SnapKV(**BOTH), decode=H2O(budget=50))
     policy, room = (both, 25) if name == "both" else (METHODS[name], ROOM[name])
     model, ids = tiny_model("llama"), random_ids(1, 90)
@@ -141,7 +141,7 @@ def test_more_than_can_ever_fit_is_refused_at_once_and_the_most_fits(name):
         ("expected-attention", (10, 40)),  # with its sinks
     ],
 )
-def test_what_only_the_prompt_can_tell_is_refused_before_anything_is_dropped(name, protect):
+def test_protection_that_does_not_fit_the_prompt_is_refused_before_eviction(name, protect):
     model, ids = tiny_model("llama"), random_ids(1, 90)
     cache = CompressedCache(model, METHODS[name], protect=[protect])
     with pytest.raises(InvalidArgumentError, match="protect: expected at most"):
@@ -151,7 +151,7 @@ def test_what_only_the_prompt_can_tell_is_refused_before_anything_is_dropped(nam
     call(model, cache, ids[:, :9])
 
 
-def test_a_method_of_ones_own_that_cannot_keep_spans_is_refused_by_name():
+def test_user_defined_method_that_cannot_protect_is_refused_by_name():
     @dataclass(frozen=True)
     class Own(SnapKV):
         name = "own"

@@ -38,7 +38,7 @@ def conversation(model, cache, turns=3):
     return ids
 
 
-def test_generate_goes_on_over_several_turns():
+def test_generate_continues_over_several_turns_within_the_budget():
     """The first token is the full cache's; the host holds what was seen, the device the budget."""
     model = tiny_model("qwen3")
     cache = CompressedCache(model, POLICY, recall="host")
@@ -55,7 +55,7 @@ def test_generate_goes_on_over_several_turns():
 # Where it ends.
 
 
-def test_the_limit_is_kept_and_given_back():
+def test_recall_bytes_limits_host_memory_and_reset_frees_the_memory():
     model = tiny_model("llama")
     needed = read(model, document())[0].report().host_bytes
     cache = CompressedCache(model, POLICY, recall="host", recall_bytes=needed)
@@ -68,7 +68,7 @@ def test_the_limit_is_kept_and_given_back():
         call(model, cache, random_ids(1, DOCUMENT + 1))
 
 
-def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache():
+def test_prompt_lookup_equals_plain_decoding_and_requires_an_empty_cache():
     """In a second turn transformers reads all of the text into the cache again, whosever it is."""
     model, said, lookup = tiny_model("llama"), [], {"prompt_lookup_num_tokens": 3}
     for options in ({}, lookup):

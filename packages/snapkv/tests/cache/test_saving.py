@@ -98,7 +98,7 @@ def _is_refused(path):
     return False
 
 
-def test_other_files_and_no_files_are_refused(tmp_path):
+def test_other_files_and_missing_files_are_refused(tmp_path):
     model = tiny_model("llama")
     with pytest.raises(CacheFileError, match="there is no file with the name"):
         CompressedCache.load(tmp_path / "nothing", model)
@@ -115,7 +115,7 @@ HEADERS = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]", "no metada
 
 
 @pytest.mark.parametrize("notes", HEADERS.values(), ids=HEADERS)
-def test_sealed_headers_of_another_kind_are_refused(notes, tmp_path):
+def test_malformed_headers_with_a_valid_checksum_are_refused(notes, tmp_path):
     unsealed = {"sha256": "0" * 64}
     whole = {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     if notes is None:
@@ -129,7 +129,7 @@ def test_sealed_headers_of_another_kind_are_refused(notes, tmp_path):
         CompressedCache.load(path, tiny_model("llama"))
 
 
-def test_a_file_of_another_version_is_refused_by_its_format(tmp_path, monkeypatch):
+def test_file_of_another_format_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("snapkv.cache.saving.files._VERSION", 2)
     filled(tiny_model("llama"), 60).save(tmp_path / "old")
     monkeypatch.undo()
@@ -160,7 +160,7 @@ def keys_are(notes, saved):
 
 
 @pytest.mark.parametrize("change", FORGED)
-def test_sealed_nonsense_is_refused(tmp_path, change):
+def test_contradictory_contents_with_a_valid_checksum_are_refused(tmp_path, change):
     """Notes that were changed by somebody who can seal a file."""
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
@@ -171,7 +171,7 @@ def test_sealed_nonsense_is_refused(tmp_path, change):
         CompressedCache.load(tmp_path / "forged", model)
 
 
-def test_another_policy_than_the_saved_one_is_refused(tmp_path):
+def test_load_with_another_policy_is_refused(tmp_path):
     model = tiny_model("llama")
     for policy, other in (
         (TOKENS, replace(TOKENS, special_ids=(3, (4, 6)))),
@@ -186,7 +186,7 @@ def test_another_policy_than_the_saved_one_is_refused(tmp_path):
             CompressedCache.load(tmp_path / "one", model, policy=other)
 
 
-def test_another_model_or_dtype_is_refused(tmp_path):
+def test_load_into_another_model_or_dtype_is_refused(tmp_path):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "one")
 
@@ -210,7 +210,7 @@ def test_another_model_or_dtype_is_refused(tmp_path):
         CompressedCache.load(tmp_path / "one", "llama")
 
 
-def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
+def test_load_with_recall_is_refused_if_the_cache_was_saved_without_recall(tmp_path):
     model = tiny_model("llama")
     halfway(model, "snapkv")[0].save(tmp_path / "one")
     with pytest.raises(CacheMismatchError, match="recall: the cache was saved without recall"):
@@ -220,7 +220,7 @@ def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
     assert loaded.report().host_bytes
 
 
-def test_the_file_is_plain_safetensors(tmp_path):
+def test_saved_file_can_be_read_by_safetensors(tmp_path):
     filled(tiny_model("llama"), 60).save(tmp_path / "one")
     with safe_open(tmp_path / "one", framework="pt") as content:
         notes = json.loads(content.metadata()["notes"])
@@ -229,7 +229,7 @@ def test_the_file_is_plain_safetensors(tmp_path):
         assert content.get_tensor("layers.0.store.keys").shape == (8, 2, 40, 8)
 
 
-def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
+def test_save_refuses_values_beside_the_cache_that_are_not_tensors(tmp_path):
     cache, path = CompressedCache(tiny_model("llama"), SnapKV(40)), tmp_path / "cache"
     with pytest.raises(
         InvalidTypeError, match="beside: expected tensors, but got a value of type l"
@@ -238,7 +238,7 @@ def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_failed_save_leaves_only_the_old_file(tmp_path, monkeypatch):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "one")
     before = (tmp_path / "one").read_bytes()
@@ -254,7 +254,7 @@ def _full_disk(path):
 
 
 @pytest.mark.slow  # of the steps that a kill can come between, `test_writing.py` tries each
-def test_killed_at_any_moment_there_is_never_half_a_file(tmp_path):
+def test_killed_save_never_leaves_an_incomplete_file(tmp_path):
     """A process of its own each time, until so many were killed while they wrote a file."""
     path, draw, unfinished = tmp_path / "one", random.Random(3), 25
     found, kills = set(), 0
@@ -282,7 +282,7 @@ def test_killed_at_any_moment_there_is_never_half_a_file(tmp_path):
     assert found <= {300, 400}
 
 
-def test_a_file_that_is_no_saved_cache_is_never_replaced(tmp_path):
+def test_save_never_replaces_a_file_that_is_not_a_saved_cache(tmp_path):
     cache, _ = halfway(tiny_model("llama"), "snapkv")
     other = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(3)}, other)

@@ -49,7 +49,7 @@ def read(policy, lengths, options):
         *((name, "bytes", {"quantize": "int8"}) for name in ("snapkv", "adakv", "pyramidkv")),
     ],
 )
-def test_none_is_too_short(name, share, options):
+def test_share_of_any_prompt_keeps_at_least_its_window_and_sinks(name, share, options):
     policy = with_share(METHODS[name], SHARES[share])
     window, sinks = innermost(policy).window_size, innermost(policy).sink_tokens
     batches = [[tokens] for tokens in LENGTHS]

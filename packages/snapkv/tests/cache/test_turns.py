@@ -28,7 +28,7 @@ def turn(model, cache, ids):
     return call(model, cache, ids)
 
 
-def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
+def test_later_turn_votes_on_the_stored_slots_with_the_policy():
     model, shown, select = tiny_model("llama"), [], SnapKV.select
     cache = CompressedCache(model, POLICY, turns="compress")
     call(model, cache, random_ids(1, DOCUMENT))
@@ -48,7 +48,7 @@ def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
     assert torch.equal(cache.kept_positions(1), stored.gather(2, selection.keep_indices))
 
 
-def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_asked_for():
+def test_turn_is_refused_if_the_method_needs_queries_of_an_uncompressed_prompt():
     """Its tokens would be chosen from together with the prompt's, whose queries are gone."""
     model = tiny_model("llama")
     cache = CompressedCache(model, ExpectedAttention(40, window_size=8))
@@ -74,7 +74,7 @@ KEPT_WHOLE = {
 
 
 @pytest.mark.parametrize("name", KEPT_WHOLE)
-def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
+def test_turn_is_refused_if_only_some_rows_have_kept_everything(name):
     """Alone that row would be compressed at the turn's end, and the others not."""
     prompt = random_ids(2, 60, 1)
     prompt[0] = prompt[0, 0]
@@ -89,7 +89,7 @@ def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
 
 
 @pytest.mark.parametrize("waiting_bytes", [0, 1 << 30])
-def test_a_turn_after_layers_that_kept_everything_and_others_that_did_not(
+def test_turn_after_a_prompt_kept_whole_by_some_layers_equals_the_oracle(
     waiting_bytes, monkeypatch
 ):
     """It is the end of the whole conversation in the former, and read over the rest in the latter.

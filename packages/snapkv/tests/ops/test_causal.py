@@ -35,7 +35,7 @@ def states(device, dtype, heads, kv_heads, new, past, head_dim=64):
 
 
 @pairs(heads=(4, 6), kv_heads=(1, 2), new=(2, 65, 130), past=(1, 64, 200), scaling=(0.3, 0.125))
-def test_the_parts_put_together_are_the_whole(heads, kv_heads, new, past, scaling, monkeypatch):
+def test_attention_in_parts_equals_the_definition(heads, kv_heads, new, past, scaling, monkeypatch):
     monkeypatch.setattr(causal, "_cudnn", on_a_cpu)
     given = states("cpu", torch.float32, heads, kv_heads, new, past)
     attended = attend_in_parts(*given, scaling)
@@ -43,7 +43,7 @@ def test_the_parts_put_together_are_the_whole(heads, kv_heads, new, past, scalin
     torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_cpu_attends_at_once():
+def test_cpu_does_not_attend_in_parts():
     assert not is_faster_in_parts(*states("cpu", torch.float32, 4, 2, 10, 20))
 
 
@@ -51,7 +51,7 @@ def test_a_cpu_attends_at_once():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_a_piece_on_a_device_attends_as_by_the_book(dtype, kv_heads):
+def test_attention_in_parts_on_a_gpu_equals_the_definition(dtype, kv_heads):
     given = states("cuda", dtype, 8, kv_heads, 300, 500, head_dim=128)
     if not is_faster_in_parts(*given):
         pytest.skip("cuDNN attends in parts on Hopper and later")

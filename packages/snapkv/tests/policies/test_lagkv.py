@@ -16,7 +16,7 @@ FAR, NEAR = [3.0, 0.0], [2.0, 2.0]
 """Scaled by it (1, 0), which deviates by the root of a half, and (0.5, 0.5), which does not."""
 
 
-def test_by_hand():
+def test_scores_and_selection_equal_a_worked_example():
     """A sink, the pieces (FAR, NEAR) and LAG, and a token that fills none; a window of one."""
     layer = worked_layer(torch.tensor([[[[9.0, -9.0], FAR, NEAR, *LAG, [5.0, 5.0]]]]))
     policy = LagKV(4, window_size=1, lag_size=2, sink_tokens=1)
@@ -33,7 +33,7 @@ def test_by_hand():
     assert replace(policy, budget=3).select(layer).keep_indices.tolist() == [[[0, 4, 5]]]
 
 
-def test_heads_that_share_a_latent_are_rated_together():
+def test_score_of_a_shared_latent_is_the_mean_over_its_heads():
     layer = random_layer(3, prompt_tokens=40, query_tokens=1)
     policy = LagKV(20, window_size=4, lag_size=6, cross_scoring=True)
     shared = policy.score(replace(layer, stored_heads=1))

@@ -46,7 +46,7 @@ def six_tokens():
     [(1.0, [0, 1, 2, 5]), (0.1, [2, 3, 4, 5]), (0.0, [2, 3, 4, 5])],
     ids=["importance alone", "the paper's", "redundancy alone"],
 )
-def test_a_drop_by_hand(mix_lambda, kept):
+def test_eviction_equals_a_worked_example(mix_lambda, kept):
     """Parts of the attention, 0.25 thrice, 0.1875 and 0.0625; redundancy 0.212, 0.180, else 0.152.
 
     With 0.1 the scores of the first five are -0.166, -0.137, -0.112, -0.118 and -0.131. Where they
@@ -126,7 +126,7 @@ def test_redundancy_equals_its_definition(pads, exempt, rows):
         "sinks": ScoreOptions(scaling=0.4, sink_logits=torch.tensor([0.3, 1.0, -2.0, 0.1])),
     },
 )
-def test_the_attention_of_groups_equals_its_definition(heads, pads, options):
+def test_attention_of_groups_equals_its_definition(heads, pads, options):
     kv_heads, groups = heads
     layer = random_layer(1, batch=2, prompt_tokens=11, query_tokens=3, kv_heads=kv_heads)
     layer = replace(layer, score_options=options)
@@ -147,7 +147,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_no_whole_matrix_of_similarities_is_held():
+def test_redundancy_holds_only_part_of_the_matrix_of_similarities():
     keys = random_layer(0, prompt_tokens=400, query_tokens=1).keys
     with Largest() as largest:
         redundancy(keys, threshold=0.5, most_cosines=20_000)

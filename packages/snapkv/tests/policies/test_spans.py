@@ -11,7 +11,7 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans
 
 
-def test_protected_positions_come_before_all_scores_and_count():
+def test_protected_positions_precede_all_scores_and_count_in_the_budget():
     """Six positions, three stay. With 1 protected, the third best has to go."""
     scores = torch.tensor([[[4.0, 1.0, 2.0, 6.0, 3.0, 8.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]])
     assert ops.keep_best(scores, [3]).tolist() == [[[0, 3, 5], [3, 4, 5]]]
@@ -20,7 +20,7 @@ def test_protected_positions_come_before_all_scores_and_count():
     assert kept.tolist() == [[[1, 3, 5], [1, 4, 5]]]
 
 
-def test_each_head_may_protect_slots_of_its_own_where_all_share_one_score():
+def test_heads_that_share_one_score_may_protect_different_slots():
     scores = torch.tensor([[[4.0, 3.0, 2.0, 1.0]]])
     protected = torch.tensor([[[False, False, True, False], [False, False, False, True]]])
     assert ops.keep_best(scores, [2], protected=protected).tolist() == [[[0, 2], [0, 3]]]
@@ -54,7 +54,7 @@ def covered_by_a_loop(spans, positions):
     positions=POSITIONS,
     dtype=st.sampled_from([torch.int64, torch.int32]),
 )
-def test_spans_cover_what_a_loop_over_them_covers(spans, positions, dtype):
+def test_spans_cover_the_same_positions_as_a_plain_loop(spans, positions, dtype):
     given_positions = torch.tensor(positions, dtype=dtype)
     covered = Spans.of("protect", spans).cover(given_positions)
     assert covered.dtype == torch.bool
@@ -81,7 +81,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_thousand_spans_take_no_more_operations_than_one():
+def test_cover_runs_as_many_operations_for_1024_spans_as_for_one():
     """A request may name 1,024 spans, and whoever is scheduled with it would wait."""
     counts = []
     for number in (1, 1024):

@@ -21,7 +21,7 @@ def stated_layer(scores, values, weight):
     return worked_layer(keys, own, torch.zeros(1, 1, 1, 1), output_weight=torch.tensor(weight))
 
 
-def test_criticalkv_by_hand():
+def test_criticalkv_equals_a_worked_example():
     # W_O v = (v0 + v1, 2 v1): L1 norms 1, 6, 3, 2, 10.
     values = [[1.0, 0.0], [0.0, 2.0], [0.0, -1.0], [2.0, 0.0], [10.0, 0.0]]
     layer = stated_layer([9.0, 2.0, 3.0, 8.0, 1.0], values, [[1.0, 1.0], [0.0, 2.0]])
@@ -60,7 +60,7 @@ def voted_layer(received, values):
     ids=["snapkv", "pyramidkv", "summed"],
 )
 @pytest.mark.parametrize("queries", [1, 32])
-def test_epsilon_is_added_to_the_mean_attention_of_the_window_by_hand(base, queries):
+def test_epsilon_is_added_to_the_mean_attention_of_the_window(base, queries):
     """Of tokens attended to by 0.5, 0.0002 and 0 with norms 1, 1 and 2.5 the first goes by score.
 
     (0.0002 + 0.0001) * 1 = 0.0003 is more than 0.0001 * 2.5 = 0.00025, but less than 0.0001 * 3.5,
@@ -77,7 +77,7 @@ def test_epsilon_is_added_to_the_mean_attention_of_the_window_by_hand(base, quer
 
 
 @pytest.mark.parametrize("higher", [1, 3])
-def test_of_one_token_at_two_places_the_lower_wins_whatever_its_last_bits(higher):
+def test_rounding_does_not_decide_between_two_positions_of_the_same_token(higher):
     """The model computes one value for it, up to rounding: in a batch not as alone."""
     values = [1.0, 2.1, 1.0, 2.1, 1.0]
     values[higher] = math.nextafter(2.1, 3.0) * (1 + 2**-23)
@@ -85,7 +85,7 @@ def test_of_one_token_at_two_places_the_lower_wins_whatever_its_last_bits(higher
     assert kept_sets_of_one(policy, voted_layer([[0.5, *[0.1] * 4]], values)) == [0, 1, 5]
 
 
-def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
+def test_value_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
     layer = random_layer(3, query_heads=4, kv_heads=2, prompt_tokens=9, query_tokens=4)
     norms = projected_norms(layer, 7)
     for head in range(4):
@@ -96,7 +96,7 @@ def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
             assert math.isclose(float(norms[0, head, position]), expected, rel_tol=1e-4)
 
 
-def test_a_layer_without_a_fitting_projection_is_refused():
+def test_layer_without_a_fitting_output_projection_is_refused():
     layer = random_layer(0, prompt_tokens=50, query_tokens=6)
     for weight, got in ((None, "got none"), (torch.zeros(4, 5), "got one of 5 inputs")):
         other = replace(layer, output_weight=weight)
@@ -115,7 +115,7 @@ class Noting(CriticalKV):
         return super().score(layer)
 
 
-def test_the_transposed_projection_of_gpt2_is_read_rightly():
+def test_norms_use_the_transposed_output_projection_of_gpt2():
     model, policy = tiny_gpt2(), Noting(Stated(20, window_size=4))
     read(model, policy, random_ids(1, 40) % 64)
     layer = policy.seen[0]
@@ -170,7 +170,7 @@ def test_expected_attention_equals_its_definition(future_tokens):
     assert (got[0, :, :4] == 0).all(), "the first four take no part"
 
 
-def test_expected_attention_by_hand():
+def test_expected_attention_equals_a_worked_example():
     """Without rotation: queries (1, 0) and (3, 0) have mean (2, 0) and variance 1 along x."""
     layer = worked_layer(
         keys=torch.tensor([[[[1.0, 5.0], [-1.0, 0.0], [0.0, 9.0], [0.0, 0.0]]]]),

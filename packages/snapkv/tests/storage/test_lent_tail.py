@@ -6,7 +6,7 @@ from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.tail import Tail
 
 
-def test_it_holds_what_a_growing_tail_does_at_places_that_stay():
+def test_lent_tail_equals_a_growing_tail_and_keeps_its_memory_address():
     keys, values = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 6)
     grown, lent = Tail(keys, values), LentTail(keys, values, 8)
     places = lent.keys.data_ptr(), lent.values.data_ptr(), lent.count.data_ptr()
@@ -18,7 +18,7 @@ def test_it_holds_what_a_growing_tail_does_at_places_that_stay():
     assert (lent.keys.data_ptr(), lent.values.data_ptr(), lent.count.data_ptr()) == places
 
 
-def test_what_is_not_written_is_a_number():
+def test_unwritten_slots_of_a_lent_tail_are_zero():
     """A weight of nothing would not hide one that is none."""
     keys = torch.full((1, 1, 2, 4), torch.nan)
     lent = LentTail(keys, keys, 3)
