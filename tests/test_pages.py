@@ -1,4 +1,4 @@
-"""What the repository's pages say is run, and is true."""
+"""The code, commands, links, figures and tables on the repository's pages are right."""
 
 import re
 import shlex

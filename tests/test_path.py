@@ -1,4 +1,4 @@
-"""The new user's path, and the notebook: every command prints what the page says it prints."""
+"""The commands of the quickstart and the notebook print the shown output."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The repository does not grow."""
+"""The number of lines of code does not exceed its limits."""
 
 import pytest
 

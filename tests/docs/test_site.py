@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, its links lead somewhere, its search finds names."""
+"""The documentation builds without a warning, its links have targets, and its search works."""
 
 import json
 import re

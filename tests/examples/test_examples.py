@@ -1,4 +1,4 @@
-"""The examples run as their users run them, and print what they are there to show."""
+"""The examples run as users run them and print the expected lines."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every seeded fault still has a place in the source, and suites that are there."""
+"""The text of every seeded fault is in the source, and its suites exist."""
 
 from pathlib import Path
 

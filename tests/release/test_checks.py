@@ -1,4 +1,4 @@
-"""The checks of a release can fail."""
+"""The checks of a release refuse faulty packages."""
 
 import zipfile
 

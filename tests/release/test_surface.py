@@ -1,4 +1,4 @@
-"""Nothing goes that a release has promised, and every public name is documented."""
+"""Every released name still exists, and every public name is documented."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Words of a chat template in a document or a question are text; all other text is as it was."""
+"""Words of a chat template inside a document or question are read as plain text."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Python in a process of its own, as a user begins one: offline, what is deprecated an error."""
+"""Run Python in a new process, offline, with deprecation warnings as errors."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Gates of drawn weights, of the sizes that a test needs."""
+"""KVzap gates with random weights, in the sizes that a test needs."""
 
 import torch
 

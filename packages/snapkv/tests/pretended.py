@@ -1,4 +1,4 @@
-"""Two devices that are not there: tensors that say they are on one, and whose values are at hand.
+"""Two pretended devices: tensors that claim to be on a device, with values in host memory.
 
 Every operation runs on the CPU, and an operation on tensors of two devices is refused, as a GPU
 would. What needs CUDA itself (streams, kernels, its memory) is not pretended.

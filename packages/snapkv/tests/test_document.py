@@ -1,4 +1,4 @@
-"""One document and many questions: as good as reading both together, for each of them."""
+"""Several questions about one document are answered as if each had been read together with it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A missing package is named by the command that brings it, in a checkout and from a wheel."""
+"""Errors about a missing package name the command that installs it."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""KVzip: the scores are those of plain attention while the text is read again."""
+"""KVzip: its scores equal those of plain attention while the text is read a second time."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Models that accelerate spreads over two devices that are not there, or offloads: all as on one.
+"""Models spread over two pretended devices or offloaded by accelerate answer as on one device.
 
 Every layer's tokens, and all that is noted of them, stay on the layer's device.
 """

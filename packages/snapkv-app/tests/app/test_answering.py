@@ -1,4 +1,4 @@
-"""Answers: the tokens of plain `generate`, honest timings, and an end where it is asked for."""
+"""Answers: the tokens of plain `generate`, correct times, and every way to end an answer."""
 
 import gc
 import json

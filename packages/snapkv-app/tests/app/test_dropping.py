@@ -1,4 +1,4 @@
-"""What of a conversation is dropped: its document, a turn, what the model thought."""
+"""Dropping parts of a conversation: its document, a turn, or the model's thinking."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Loading models: what is converted is exact, what cannot work is refused in one line."""
+"""Loading models: conversions are exact, and unloadable models are refused in one line."""
 
 import functools
 import json

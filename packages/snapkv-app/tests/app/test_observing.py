@@ -1,4 +1,4 @@
-"""A prompt that was recorded once, and the caches that are made of it."""
+"""Caches that are made from one recorded prompt."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""`snapkv ask` and `snapkv generate`: what is answered, shown, compared, drafted and read."""
+"""`snapkv ask` and `snapkv generate`: answers, tables, comparisons, drafts and prefills."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What needs no model is said, or refused, before torch is loaded, which takes seconds."""
+"""Commands and errors that need no model do not wait for the import of torch."""
 
 import json
 import re

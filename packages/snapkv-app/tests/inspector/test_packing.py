@@ -1,4 +1,4 @@
-"""What the page draws: counts and voters by hand, and of bounded size."""
+"""The data of the page: counts and voters by worked examples, in bounded size."""
 
 import base64
 import functools

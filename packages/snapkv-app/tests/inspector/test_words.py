@@ -1,4 +1,4 @@
-"""What is said of a cache and its answer, and how answers differ."""
+"""Sentences about a cache and its answer, and the differences between answers."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Documents that were read apart, in one cache: against a slow reading of the same promise."""
+"""Separately read documents, joined in one cache, equal a slow reference."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A bound on a library's bytes: who was asked for longest ago goes, and nobody else."""
+"""A limit on the bytes of a library: the least recently used documents are evicted."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""The index of a library's words: BM25, always of the documents that are there, or refused."""
+"""The index of a library's words: BM25 over the present documents, or a refusal."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against what models really hold, and against the published numbers."""
+"""The planner's numbers equal measured memory and published arithmetic."""
 
 import json
 import re

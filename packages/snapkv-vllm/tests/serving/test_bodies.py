@@ -1,4 +1,4 @@
-"""What a body says about compression, before vLLM sees it."""
+"""Checks of the compression settings in a request body, before vLLM reads it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Voting and moving on tensors, against the cache of the library; no vLLM is needed."""
+"""Votes and moves on tensors equal those of the library's cache; no vLLM is needed."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a request takes over from a history, and comparisons by digests, against plain ones."""
+"""Common tokens of a request and a history, found by digests and by plain comparison."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What attention is told of requests that hold less than they saw, worked out by hand."""
+"""Lengths that attention reads for requests with dropped tokens, in worked examples."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""When requests are compressed: arithmetic worked out by hand, and in all cuts into steps."""
+"""When requests are compressed: worked examples, and every way to cut a prompt into steps."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What a server keeps by default and for one request."""
+"""The settings of a server and of a single request."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Who gives room back, where several tenants hold what there is little of."""
+"""Which tenant evicts if several tenants share too little memory."""
 
 import hashlib
 from collections import Counter

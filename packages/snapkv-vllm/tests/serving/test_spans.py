@@ -1,4 +1,4 @@
-"""What requests say of spans, by numbers alone."""
+"""Spans in requests: their checks and their effect on the kept positions."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which vLLM the plugin goes with."""
+"""The versions of vLLM that the plugin supports."""
 
 import importlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Tokens are taken back from all layers or from none, and what follows is read as if never seen."""
+"""`crop` removes tokens from all layers or from none, and decoding continues as without them."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Caches under `torch.set_default_dtype` and `torch.autocast`, as people load and call models."""
+"""Caches under `torch.set_default_dtype` and `torch.autocast`, as users load and call models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layers that choose together keep what each would by itself, and know what they have lost."""
+"""Grouped layers keep the same positions as separate layers, and report what they lost."""
 
 from dataclasses import replace
 

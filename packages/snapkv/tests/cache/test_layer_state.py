@@ -1,4 +1,4 @@
-"""A field of a layer's state follows rows, crops, bytes, resets and files, whoever adds it."""
+"""Every field of a layer's state follows rows, crops, resets and files, and its bytes count."""
 
 import copy
 from dataclasses import dataclass, fields, replace

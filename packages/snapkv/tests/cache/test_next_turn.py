@@ -1,4 +1,4 @@
-"""A cache that expects a question or protects tokens is the same behind a copy or a file."""
+"""A copied or saved cache selects in the next turn as the original does."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""One conversation a row: pads behind a row's first token are refused before anything changes."""
+"""Padding after the first token of a row is refused, and the cache stays unchanged."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Protected spans stay, in every layer and head, whatever method, storage, padding and turn."""
+"""Protected positions are kept in every layer and head, with every method, storage and turn."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Nothing is lost: a later prompt votes on all that was seen, as if it had been read at once."""
+"""Recall: a later prompt votes on all tokens seen so far, as if they had been read at once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Saved caches: the same tokens in another process, no damaged file accepted, no half file left."""
+"""Saved caches: another process continues them, and damaged or incomplete files are refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A share of a prompt keeps its window and its sinks at least, or all of it: none is too short."""
+"""A budget as a share of a short prompt still keeps at least the window and the sinks."""
 
 from dataclasses import replace
 

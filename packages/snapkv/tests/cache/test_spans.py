@@ -1,4 +1,4 @@
-"""Spans that are dropped; `tests/sequences` does it at random."""
+"""Dropping spans of tokens, by worked examples; `tests/sequences` drops random spans."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Later turns: what they vote on, and where they are refused."""
+"""Later turns: which tokens they vote on, and when they are refused."""
 
 import pytest
 import torch

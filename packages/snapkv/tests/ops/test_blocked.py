@@ -1,4 +1,4 @@
-"""What runs in torch on a CPU equals the reference, in bounded memory."""
+"""The implementations for a CPU equal the reference and use bounded memory."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""A piece of a prompt that attends to what stands before it, then to itself."""
+"""Attention of a piece of a prompt, computed in two parts and merged, equals the definition."""
 
 import pytest
 import torch

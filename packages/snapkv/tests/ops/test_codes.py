@@ -1,4 +1,4 @@
-"""Few bits: what they stand for by hand, their bounds, and attention that reads them."""
+"""Quantized states: worked examples, error bounds, and attention that reads codes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention to heads of different length: the reference by hand, the others by the reference."""
+"""Attention to heads of different lengths: a reference, and implementations that equal it."""
 
 from dataclasses import replace
 

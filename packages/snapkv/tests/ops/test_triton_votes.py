@@ -1,4 +1,4 @@
-"""Every step by kernels: as right as the reference, chosen where they can run."""
+"""Triton kernels for votes are as accurate as the reference and are chosen where they can run."""
 
 import importlib.util
 from functools import partial

@@ -1,4 +1,4 @@
-"""One budget for all layers: the best scores of all of them are kept, and their number is exact."""
+"""One budget for all layers: the best scores of all layers are kept, in the exact number."""
 
 import math
 from dataclasses import replace

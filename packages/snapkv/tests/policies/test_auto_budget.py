@@ -1,4 +1,4 @@
-"""A budget that the votes choose, and what is said of the votes that were lost."""
+"""Budgets that are chosen from the votes, and the report of the lost votes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A budget of bytes: what is held at the end of a prompt is what was given, or just below it."""
+"""Budgets in bytes: the cache holds the given bytes after a prompt, or slightly less."""
 
 from dataclasses import replace
 from fractions import Fraction

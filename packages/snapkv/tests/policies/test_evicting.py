@@ -1,4 +1,4 @@
-"""What every policy that evicts while generating promises, step by step."""
+"""Methods that evict during generation, by worked examples for each decode step."""
 
 import copy
 from dataclasses import replace

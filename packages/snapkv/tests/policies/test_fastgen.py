@@ -1,4 +1,4 @@
-"""FastGen by hand, its profile against the whole matrix, and what each kind of head holds.
+"""FastGen: worked examples of its profile and decode steps, token ids and punctuation.
 
 What it shares with the other methods that evict is in `test_evicting.py`.
 """

@@ -1,4 +1,4 @@
-"""KVzap by hand and by loops over what its gate looks at, its files, and what it refuses."""
+"""KVzap: worked scores, scores by plain loops, files of gates, and refusals."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""LagKV by hand, by loops over Python floats, and where a piece has no lag."""
+"""LagKV by worked examples, with shared latents and with pieces that have no lag."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A method of somebody's own: what it returns is used as it has to be, or refused by name."""
+"""Scores of a user-defined method are used as they are, or refused by name."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A selection of a method of somebody's own: used as it is if it is right, or refused by name."""
+"""Selections of a user-defined method are used as they are, or refused by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

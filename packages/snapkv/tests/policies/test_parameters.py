@@ -1,4 +1,4 @@
-"""Parameters of the policies: what is refused, and how; what is stored; what is equal."""
+"""Parameters of the policies: refusals, stored values, and equality."""
 
 import dataclasses
 import json

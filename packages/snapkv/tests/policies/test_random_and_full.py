@@ -1,4 +1,4 @@
-"""The two baselines: a random choice that repeats itself, and no choice at all."""
+"""The random baseline repeats its selection and keeps every position equally often."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""R-KV by hand, its redundancy and its importance against loops, and when it drops.
+"""R-KV: a worked example, and its redundancy and importance against plain loops.
 
 What it shares with the other methods that evict is in `test_evicting.py`.
 """

@@ -1,4 +1,4 @@
-"""Scissorhands by hand, its counts against loops, and the queries it looks back at.
+"""Scissorhands by worked examples, and the budgets of its layers.
 
 What it shares with the other methods that evict is in `test_evicting.py`.
 """

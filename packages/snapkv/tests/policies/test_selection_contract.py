@@ -1,4 +1,4 @@
-"""What every policy that scores the prefix promises, whatever it scores: one suite for all.
+"""The properties that every policy that scores the prefix must have: one suite for all.
 
 A new method joins by itself. `Stated` reads its scores from the keys, so that the
 common part is tested with any scores there are: few distinct ones, hence many ties.

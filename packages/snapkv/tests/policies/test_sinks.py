@@ -1,4 +1,4 @@
-"""Sinks: a row's first tokens stay in every head, within the budget, wherever a method is used."""
+"""Sinks: the first tokens of a row are kept in every head, within the budget, by every method."""
 
 import dataclasses
 

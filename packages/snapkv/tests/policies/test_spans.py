@@ -1,4 +1,4 @@
-"""Spans that must stay, worked by hand, and against a loop over them."""
+"""Protected spans, by worked examples and against a plain loop."""
 
 import pytest
 import torch

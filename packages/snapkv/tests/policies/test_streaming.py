@@ -1,4 +1,4 @@
-"""StreamingLLM numbers tokens by their place in the cache: the keys of its sinks are turned.
+"""StreamingLLM with positions in the cache: the keys of its sinks are rotated.
 
 How keys are turned in each family is judged in `tests/models/test_rotations.py`.
 """

@@ -1,4 +1,4 @@
-"""Budgets that differ between layers and heads: exact counts, true bytes, right attention."""
+"""Budgets that differ between layers and heads: worked examples and exact sums."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Methods that weigh values: CriticalKV and ExpectedAttention, by hand and by loops."""
+"""Methods that weigh values: CriticalKV and ExpectedAttention, by examples and plain loops."""
 
 import math
 from dataclasses import dataclass, field, replace

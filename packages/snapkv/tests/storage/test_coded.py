@@ -1,4 +1,4 @@
-"""What is kept, in few bits: how near it stays, what it saves, and that nothing adds up."""
+"""Quantized caches: their accuracy, their bytes, and errors that do not accumulate."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A tail with room stays where it is, and holds what a growing one does."""
+"""A tail with a fixed address holds the same tokens as a growing tail."""
 
 import torch
 

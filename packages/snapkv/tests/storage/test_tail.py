@@ -1,4 +1,4 @@
-"""Appending in place gives what concatenation gives, and never changes what was handed out."""
+"""Appending in place equals concatenation and never changes states that were returned earlier."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""Places of pages, against heads that ask for them one by one; no vLLM is needed."""
+"""Places of pages equal those of heads that take pages one by one; no vLLM is needed."""
 
 import random
 

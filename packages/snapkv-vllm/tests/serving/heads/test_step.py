@@ -1,4 +1,4 @@
-"""Pages and sequences on tensors, against what a reader of single tokens finds; no vLLM needed."""
+"""Pages and sequences on tensors equal those read token by token; no vLLM is needed."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Blocks, orders and steps under way, against a worker that remembers what every slot holds."""
+"""Blocks and compressions, checked by a worker that remembers the token in every slot."""
 
 import random
 

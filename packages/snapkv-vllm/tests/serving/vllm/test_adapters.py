@@ -1,4 +1,4 @@
-"""LoRA adapters: what is answered is what the library answers with the adapter merged."""
+"""LoRA adapters: answers equal those of the library with the adapter merged."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Spans and sessions over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
+"""Spans and sessions over HTTP: vLLM's own renderer, engine inputs and responses."""
 
 import asyncio
 import functools

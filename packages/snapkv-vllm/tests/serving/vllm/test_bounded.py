@@ -1,4 +1,4 @@
-"""Requests held to a number of tokens while they generate."""
+"""Requests with a budget for their answers evict tokens while they generate."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Caches of one byte for a number: votes see what attention does, and bytes move as they are.
+"""Caches in FP8: votes read the decoded keys, and bytes are moved unchanged.
 
 Answers are not compared with the library's: a byte is another one where a number differs in its
 last digit, and the answer with it.

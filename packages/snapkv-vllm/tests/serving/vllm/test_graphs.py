@@ -1,4 +1,4 @@
-"""Steps that carry orders replay no CUDA graph, and graphs that are replayed read our lengths.
+"""Compressing steps replay no CUDA graph, and replayed graphs read the stored lengths.
 
 There is no GPU here: what is looked at is what the runners decide by, and which buffers attention
 was given.

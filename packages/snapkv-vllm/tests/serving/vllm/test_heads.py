@@ -1,4 +1,4 @@
-"""Heads of different length in an engine: what is kept and answered is the library's AdaKV."""
+"""Ragged heads in an engine: kept tokens and answers equal those of the library's AdaKV."""
 
 import pytest
 

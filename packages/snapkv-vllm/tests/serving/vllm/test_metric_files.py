@@ -1,4 +1,4 @@
-"""The files of metrics, on a disk with room and on one without."""
+"""Files of metrics on a disk with and without free space."""
 
 import json
 import shlex

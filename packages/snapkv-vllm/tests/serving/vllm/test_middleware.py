@@ -1,4 +1,4 @@
-"""The check of bodies in an application of its own, and where vLLM puts it."""
+"""The middleware that checks request bodies, alone and inside vLLM's application."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The models that people serve: what is kept, what is answered, and what is left alone."""
+"""The models that users serve: kept tokens and answers equal those of the library."""
 
 import pytest
 

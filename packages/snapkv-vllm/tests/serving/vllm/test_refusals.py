@@ -1,4 +1,4 @@
-"""What cannot be served is refused by name before the first request."""
+"""Engines with options that cannot be served are refused before the first request."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Every endpoint of vLLM's server that takes a body hears what it says about compression."""
+"""Every endpoint of vLLM's server with a body uses, checks or refuses settings and sessions."""
 
 import json
 import typing

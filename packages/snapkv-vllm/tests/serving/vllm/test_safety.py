@@ -1,4 +1,4 @@
-"""Wrong settings are refused whoever asks, right ones have their memory, every request counts."""
+"""Wrong settings are refused for every caller, and memory and counts are right."""
 
 from types import SimpleNamespace
 

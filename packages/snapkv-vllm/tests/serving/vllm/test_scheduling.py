@@ -1,4 +1,4 @@
-"""Preemption, shared prefixes and mixed batches: whatever vLLM does, answers stay the same."""
+"""Preemption, shared prefixes and mixed batches do not change the answers."""
 
 import pytest
 

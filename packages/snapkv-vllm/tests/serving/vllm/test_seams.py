@@ -1,4 +1,4 @@
-"""The inner parts of vLLM that the plugin stands on; these fail first when vLLM changes one."""
+"""The private parts of vLLM that the plugin uses; these tests fail first if vLLM changes one."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""The server as its users see it, started by vLLM's own command as it is printed."""
+"""The server as users see it, started by the printed `vllm serve` command."""
 
 import json
 import re

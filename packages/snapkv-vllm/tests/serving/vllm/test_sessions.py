@@ -1,4 +1,4 @@
-"""Sessions whose next request finds its history compressed: answers are those of one cache."""
+"""Sessions that continue from a compressed history answer as one cache of the library."""
 
 import random
 

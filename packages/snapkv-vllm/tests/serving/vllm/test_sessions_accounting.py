@@ -1,4 +1,4 @@
-"""Blocks of histories, lent, replaced and dropped, against a worker that remembers every slot."""
+"""Blocks of histories, checked by a worker that remembers the token in every slot."""
 
 import random
 from dataclasses import dataclass, field

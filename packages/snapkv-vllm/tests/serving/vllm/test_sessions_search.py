@@ -1,4 +1,4 @@
-"""Which history a request goes on from, and how much is looked at."""
+"""The history from which a request continues, and the cost of finding it."""
 
 import pytest
 

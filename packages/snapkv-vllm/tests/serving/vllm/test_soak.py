@@ -1,4 +1,4 @@
-"""Random work for a while: answers do not depend on load, and memory stays flat."""
+"""Random work under load: answers do not depend on load, and no memory leaks."""
 
 import pytest
 

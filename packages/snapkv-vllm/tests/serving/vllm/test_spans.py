@@ -1,4 +1,4 @@
-"""Spans of prompts that go, stay, or keep a few: what stays is what the library keeps."""
+"""Spans of prompts that are dropped or compressed: kept tokens equal those of the library."""
 
 import random
 from dataclasses import dataclass, replace
