@@ -68,7 +68,7 @@ def test_links_inside_the_repository_have_a_target(page):
 
 
 def shown_commands():
-    """Every `snapkv ...` in a block of a page, with the page."""
+    """Yield the name of the page and every `snapkv` command in its blocks."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         fences = re.findall(r"^```([^\n]*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
@@ -125,7 +125,7 @@ def test_picture_of_the_readme_shows_its_results():
 
 
 def migrations():
-    """Every line of the table of presses in docs/migrating.md: kvpress's code and ours."""
+    """Return the rows of the table of presses in docs/migrating.md: kvpress's code and ours."""
     page = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
     table = page.partition("### Which policy replaces which press?")[2].partition("### ")[0]
     return re.findall(r"^\| `(.*)` \| `(.*)` \|$", table, flags=re.MULTILINE)
@@ -164,7 +164,7 @@ def test_replacement_of_every_press_runs_and_compresses():
 
 
 def test_table_of_tested_versions_equals_the_installed_versions():
-    """Those of whole packages, where `make` takes them from."""
+    """Versions are read from the files that `make` installs from."""
     files = [*ROOT.glob("constraints*.txt"), *ROOT.glob("requirements-ray.txt"), ROOT / "Makefile"]
     text = "".join(file.read_text("utf-8") for file in files)
     page = (ROOT / "docs/stability.md").read_text("utf-8")

@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)
 
 
 def as_pattern(expected):
-    """Dots stand for the rest of a line, or for any lines where they stand alone."""
+    """Return a pattern in which dots match the rest of a line, or any lines if they stand alone."""
     lines = []
     for line in expected.rstrip("\n").split("\n"):
         if line == "...":
@@ -63,7 +63,7 @@ def test_quickstart_shows_ask_inspect_and_plan():
 
 @pytest.mark.docs
 def test_notebook_runs_from_top_to_bottom(tmp_path):
-    """Cell by cell in one fresh process, as a kernel would, without a network."""
+    """Its cells run in one new process, as in a kernel, without a network."""
     cells = json.loads((ROOT / "docs/notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(sources) > 5

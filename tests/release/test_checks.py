@@ -9,7 +9,7 @@ from tests.release.environments import NotReleasableError, build
 
 
 class Fake:
-    """An environment whose programs print what it is given.
+    """An environment whose programs print the given texts.
 
     The key is the program; for `snapkv` the first argument, and for a process that imports typer
     alone `typer`.

@@ -36,7 +36,7 @@ def answered(model, inputs):
 
 
 def read_together(model, questions, policy=POLICY, document=None):
-    """Answers and caches of each question behind the whole document, read from the start."""
+    """Return the answer and cache of each question, read together with the document."""
     found = []
     for question in questions:
         ids = torch.cat([text() if document is None else document, torch.tensor([question])], 1)
@@ -81,7 +81,7 @@ def test_other_methods_select_for_each_question_as_if_read_together(policy):
 
 @pytest.mark.parametrize("tokens", [5, 30, 60, 140])
 def test_default_policy_lets_the_whole_question_vote(tokens):
-    """As if both had been read together by a cache that knows how long the question is."""
+    """The reference is a cache that expects the question and reads both texts together."""
     model, (question,) = tiny_model("llama"), asked(tokens)
     inputs = Document(model, text(), default_policy(BUDGET)).inputs([question])
     ids = torch.cat([text(), torch.tensor([question])], 1)

@@ -33,7 +33,7 @@ INSTRUCTION = (5, 6, 7)
 
 
 def entering(model, ids):
-    """What every attention module reads, by layer: (B, T, hidden)."""
+    """Return the attentions, the cache, and the input of every attention module, (B, T, hidden)."""
     found, hooks = {}, []
     for index, layer in enumerate(model.model.layers):
 
@@ -51,9 +51,9 @@ def entering(model, ids):
 
 
 def plain_scores(model, ids, *, plus):
-    """The highest attention by layer and query head; KVzip+ weighs it by what it adds.
+    """Return the highest attention by layer and query head, weighted for KVzip+.
 
-    Out of transformers' own weights, values and states.
+    It is computed from the attention weights, values and states of transformers.
     """
     reference, best = unwrapped(model, "eager"), {}
     for piece in ids.split(CHUNK, dim=1):
@@ -107,7 +107,7 @@ def test_kept_positions_received_the_most_attention_in_the_second_reading(family
 
 
 def test_kvzip_plus_equals_a_worked_example():
-    """Two queries, of states of length 1 and 4, behind two positions of values worth 1 and 3.
+    """Two queries, with states of norm 1 and 4, follow two positions with value norms 1 and 3.
 
     The first pays them (1/3, 1/3), so 1/3 and 1; the second, of logits (ln 8, 0) beside its own
     and the first's of 0, pays (8/11, 1/11), over 4 (2/11, 3/44). So the most is 1/3 and 1.

@@ -52,7 +52,7 @@ def test_pretended_devices_refuse_tensors_of_two_devices(mix):
 
 
 def spread(model, first, second, split):
-    """Its layers from `split` on, and the last norm, on the second device; the rest on the first.
+    """Put the layers from `split` on and the last norm on the second device, the rest on the first.
 
     The output projection, which may be the embedding, stays with it.
     """
@@ -68,7 +68,7 @@ def spread(model, first, second, split):
 
 
 def require_in_place(cache):
-    """All that each layer holds is on the layer's device."""
+    """Check that all tensors of each layer are on the layer's device."""
     devices = layer_devices(cache.model)
     assert len(set(devices.values())) == 2
     for index, layer in enumerate(cache.layers):
@@ -83,7 +83,7 @@ def require_in_place(cache):
 
 @pytest.fixture
 def require_same():
-    """Run something with a model on the CPU, and spread over both devices: the same comes out."""
+    """Return a function that compares a run on the CPU with one on two pretended devices."""
 
     def require(run, model=None, split=None):
         here = tiny_model("llama") if model is None else model

@@ -49,7 +49,7 @@ def test_replaced_word_is_marked_as_gone_and_new():
 
 
 def test_repetitive_long_answers_are_compared_in_one_piece():
-    """At once: small models repeat themselves."""
+    """The comparison is fast, because small models repeat themselves."""
     before, after = "yes" + " yes no" * 3000, "yes" + " yes no no" * 3000
     changes = word_changes(before, after)
     assert changes[0] == ("same", "yes yes no")

@@ -130,7 +130,7 @@ def test_folder_with_quantized_weights_counts_their_stored_bytes(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.values()))
 def test_folder_of_every_family_equals_its_shape(name, tmp_path):
-    """As transformers writes it; and, where settings are left out, with transformers' defaults."""
+    """Folders are as transformers writes them, or lack settings that have defaults."""
     config = config_of(name)
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path)

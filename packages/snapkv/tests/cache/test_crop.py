@@ -19,7 +19,7 @@ STATES = ("convolutions", "linear")
 
 
 def hybrid(kind):
-    """A model with layers of full attention and others, and a cache that has read a prompt."""
+    """Return a model with full-attention and other layers, and a cache that has read a prompt."""
     model = small_model(kind)
     return model, read(model, SnapKV(40, window_size=12), TEXT)
 
@@ -104,7 +104,7 @@ def test_invalid_counts_are_refused_by_the_name_of_the_argument():
 
 @pytest.mark.parametrize("budget", [24, "30%"])
 def test_remaining_queries_vote_after_a_prompt_is_cropped_under_recall(budget):
-    """Four of six voters are taken back, and one comes: as if three had been asked for."""
+    """After four of six voters are cropped and one token is added, three voters remain."""
     model, cropped = tiny_model("llama"), TEXT[:1, : PROMPT - 4]
     policy = default_policy(budget, window_size=6)
     cache = read(model, policy, TEXT[:1], recall="host")

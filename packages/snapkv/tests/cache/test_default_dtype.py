@@ -28,7 +28,7 @@ def bfloat16_by_default():
 
 @torch.no_grad()
 def kept(policy):
-    """The positions that every layer holds behind a prompt and some tokens; one row is padded."""
+    """Return the positions that every layer keeps after a prompt and a few decode steps."""
     rows = Rows(policy, {}, [0, 0] if policy.needs_reconstruction_pass else [60, 0])
     if policy.needs_reconstruction_pass:
         read_twice(rows.model, random_ids(2, 300), rows.cache)
@@ -69,7 +69,7 @@ CHOOSING = ["h2o", "r-kv", "fastgen", "criticalkv", "adakv of expected-attention
 
 @pytest.mark.parametrize("method", CHOOSING)
 def test_methods_select_without_autocast_and_without_gradients(method, monkeypatch):
-    """As they would without it, of the same states: no operation of a method is autocast."""
+    """No operation of a method runs in the dtype of autocast."""
     seen, policy = [], METHODS[method]
     for name in ("select", "evict", "score_layer"):
         if own := getattr(type(policy), name, None):

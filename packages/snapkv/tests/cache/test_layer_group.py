@@ -24,7 +24,7 @@ POLICIES = {name: METHODS[name] for name in VOTING} | {
 
 @pytest.fixture
 def prompts():
-    """Of seven layers, two rows each, one with pads."""
+    """Return the prompts of seven layers, with two rows each, one of them padded."""
     return [
         pad_left(
             [
@@ -39,7 +39,7 @@ def prompts():
 
 @pytest.fixture
 def wait(monkeypatch):
-    """Has layers wait as on a GPU, as long as they hold no more than so many bytes."""
+    """Let layers wait as on a GPU, as long as they hold at most `most_bytes` bytes."""
 
     def up_to(most_bytes):
         monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
@@ -121,7 +121,7 @@ def test_waiting_layers_hold_only_the_voting_queries(wait):
 
 
 def stacks(model, cache, ids, monkeypatch):
-    """How many layers chose at once, in order."""
+    """Return how many layers selected together, for each selection in order."""
     found, own = [], Chooser._choose
 
     def choose(chooser, **options):
@@ -134,7 +134,7 @@ def stacks(model, cache, ids, monkeypatch):
 
 
 class Curious(SnapKV):
-    """Whose score may look at anything of a layer."""
+    """A user-defined method, whose score depends on the layer."""
 
     def score(self, layer):
         return super().score(layer) + layer.depth

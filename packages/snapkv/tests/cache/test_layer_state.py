@@ -18,7 +18,7 @@ BUDGET, PROMPT, ANSWER = 24, 60, 5
 
 @dataclass(frozen=True, kw_only=True)
 class MoreState(LayerState):
-    """State with a field of every kind that nothing in the package has heard of."""
+    """A layer state with an additional field of every kind."""
 
     of_rows: Tensor | None = per_row()
     of_slots: Tensor | None = per_row(slot_axis=1)
@@ -29,7 +29,7 @@ NAMES = ("of_rows", "of_slots", "of_tokens")
 
 
 def noted(cache, rows=2):
-    """The cache's layers with such state: numbers that say their row and their place."""
+    """Give every layer of the cache a `MoreState` whose numbers encode row and slot or token."""
     for layer in cache.layers:
         row = torch.arange(rows) * 100
         slots = layer.store.slots
@@ -114,7 +114,7 @@ def test_saved_cache_restores_the_state(cache, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("record", [LayerState, SlotMap])
 def test_every_tensor_of_a_record_declares_its_axes(record):
-    """A tensor that did not would stay behind when rows change; so would a record of some."""
+    """Otherwise the tensor, or a record of tensors, would not follow the rows."""
     hints = get_type_hints(record)
     for field in fields(record):
         kinds = {hints[field.name], *get_args(hints[field.name])}

@@ -28,7 +28,7 @@ def read(model, cache, ids, mask):
 
 
 def behind_a_prompt(policy, options):
-    """A cache that has read 90 tokens, the first 13 of one row being pads, and the mask so far."""
+    """Return a model, a cache that has read 90 tokens (13 of one row are padding), and its mask."""
     model, mask = tiny_model("llama"), torch.ones(2, 90, dtype=torch.int64)
     mask[0, :13] = 0
     cache = CompressedCache(model, policy, **options)
@@ -60,7 +60,7 @@ def test_padding_after_the_first_token_is_refused_and_changes_nothing(policy, op
 
 @by_case
 def test_leading_padding_stays_masked_in_later_passes(policy, options):
-    """Without a mask, and with one of ones; one token at a time, and several."""
+    """Later passes have one or several tokens, and no mask or a mask of ones."""
     model, cache, mask = behind_a_prompt(policy, options)
     other = copy.deepcopy(cache)
     for number, token in enumerate(random_ids(2, 8, 2).split([1, 3, 1, 3], dim=1)):
@@ -86,7 +86,7 @@ def test_too_short_mask_is_refused_unless_it_masks_nothing():
 
 
 def test_pad_token_inside_the_text_requires_an_attention_mask():
-    """Without one `generate` takes every pad token for padding."""
+    """Without a mask, `generate` treats every pad token as padding."""
     model, said = tiny_model("llama"), "or pass attention_mask if the text itself contains the pad"
     first, later = random_ids(1, 60), random_ids(1, 9, 1)
     first[0, 30] = later[0, 3] = model.config.pad_token_id

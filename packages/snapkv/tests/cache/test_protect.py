@@ -27,7 +27,7 @@ def test_every_method_has_a_case():
 
 
 def _positions(cache):
-    """For every row the positions that each layer and head holds."""
+    """Return, for every row, a set of kept positions for each layer and head."""
     kept = [cache.kept_positions(index) for index in cache.compressed_layers]
     return [
         [set(head[head >= 0].tolist()) for layer in kept for head in layer[row]]
@@ -39,7 +39,7 @@ _generate = functools.partial(generated, max_new_tokens=3, disable_compile=True)
 
 
 def _talk(policy, *, padded=True, prompts=1, model="llama", **options):
-    """Turns of two rows, one with pads; positions and counts after each, and all tokens."""
+    """Read turns of two rows; return the cache, the kept positions of each turn, and the text."""
     model = tiny_model(model, "sdpa" if model == "llama" else "eager")
     cache, found, text = CompressedCache(model, policy, **options), [], random_ids(2, 90)
     if policy.needs_reconstruction_pass:
@@ -85,7 +85,7 @@ STORAGES = {
 
 @pytest.mark.parametrize("options", STORAGES.values(), ids=STORAGES)
 def test_protected_positions_are_kept_in_every_storage_and_after_saving(options, tmp_path):
-    """Positions of the second prompt stay where that is compressed too."""
+    """Positions of the second prompt are kept if that prompt is compressed, too."""
     policy, spans = METHODS["snapkv"], [*SPANS, (85, 88)]
     _, plain, _ = _talk(policy, prompts=2, **options)
     cache, found, _ = _talk(policy, prompts=2, protect=iter(spans), **options)

@@ -12,7 +12,7 @@ POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
 
 
 def read(model, *turns, policy=POLICY, recall="host", **options):
-    """A cache that has read the turns one after the other, and the last one's logits."""
+    """Read the turns one after the other; return the cache and the logits of the last turn."""
     cache = CompressedCache(model, policy, recall=recall, **options)
     for ids in turns:
         cache.expect_prompt(cache.get_seq_length() + ids.shape[1])
@@ -39,7 +39,7 @@ def conversation(model, cache, turns=3):
 
 
 def test_generate_continues_over_several_turns_within_the_budget():
-    """The first token is the full cache's; the host holds what was seen, the device the budget."""
+    """The host holds all tokens seen, and the device only the budget."""
     model = tiny_model("qwen3")
     cache = CompressedCache(model, POLICY, recall="host")
     ids = conversation(model, cache)
@@ -69,7 +69,7 @@ def test_recall_bytes_limits_host_memory_and_reset_frees_the_memory():
 
 
 def test_prompt_lookup_equals_plain_decoding_and_requires_an_empty_cache():
-    """In a second turn transformers reads all of the text into the cache again, whosever it is."""
+    """In a second turn, transformers would read the whole text into the cache again."""
     model, said, lookup = tiny_model("llama"), [], {"prompt_lookup_num_tokens": 3}
     for options in ({}, lookup):
         cache = CompressedCache(model, POLICY, recall="host")

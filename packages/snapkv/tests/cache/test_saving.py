@@ -40,7 +40,7 @@ FADING = SnapKV(40, window_size=8, pooling="fading", decay=0.8)
 
 
 def halfway(model, name):
-    """A cache that has read a prompt and generated a little, and the ids so far."""
+    """Return a cache that has read a prompt and generated a few tokens, and all token ids."""
     policy, options = CACHES[name]
     cache = CompressedCache(model, policy, **options)
     return cache, generated(model, cache, random_ids(2, PROMPT))
@@ -50,7 +50,7 @@ def halfway(model, name):
 
 
 def damaged_files(good, other):
-    """Ways to spoil a file: flipped bits, missing ends, another file's header."""
+    """Yield the name and content of damaged files: flipped bits, missing ends, exchanged parts."""
     draw = random.Random(5)
     size, header = len(good), 8 + int.from_bytes(good[:8], "little")
     other_header = 8 + int.from_bytes(other[:8], "little")
@@ -73,7 +73,7 @@ def _flipped(good, place, draw):
 
 
 def test_damaged_files_are_refused(tmp_path):
-    """And of a small file whatever byte has changed, of every sixteen one."""
+    """In a small file, a change of every sixteenth byte is tried."""
     model = tiny_model("llama")
     files = []
     for tokens in (90, 80):
@@ -161,7 +161,7 @@ def keys_are(notes, saved):
 
 @pytest.mark.parametrize("change", FORGED)
 def test_contradictory_contents_with_a_valid_checksum_are_refused(tmp_path, change):
-    """Notes that were changed by somebody who can seal a file."""
+    """Somebody who can compute the checksum may have changed the notes."""
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
     tensors, notes = read_sealed(tmp_path / "cache")
@@ -255,7 +255,7 @@ def _full_disk(path):
 
 @pytest.mark.slow  # of the steps that a kill can come between, `test_writing.py` tries each
 def test_killed_save_never_leaves_an_incomplete_file(tmp_path):
-    """A process of its own each time, until so many were killed while they wrote a file."""
+    """Processes are killed until 25 of them were writing a file."""
     path, draw, unfinished = tmp_path / "one", random.Random(3), 25
     found, kills = set(), 0
     with subprocess.Popen(

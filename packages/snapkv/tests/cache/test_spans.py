@@ -44,7 +44,7 @@ def decoded(model, cache, tokens):
 
 
 def stored(cache):
-    """For each layer, row and head the positions, keys and values that it holds, in order."""
+    """Return a dict from position to key and value for each layer, row and head."""
     found = []
     for layer in cache.prompt_state.layers:
         keys, values = layer.store.padded()

@@ -19,7 +19,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.fixture
 def limited():
-    """Files may grow to 1,000 bytes, as on a disk that is full."""
+    """Limit files to 1,000 bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     yield

@@ -35,7 +35,7 @@ LIFTS = [Fading(0.8), Fading(1e-300), Pooling(5, "max"), Pooling((0, 4), "avg")]
 def test_largest_votes_equal_the_reference(
     monkeypatch, shape, lift, extras, group_reduce, most_bytes, more, sink_tokens
 ):
-    """Also of positions among the voters, which only later ones look at."""
+    """Positions among the voters are included; only later voters attend to them."""
     monkeypatch.setattr(largest, "MOST_BYTES", most_bytes)
     queries, keys = states(shape)
     given = AttentionStates(queries, keys, **options_of(shape, extras))

@@ -9,7 +9,7 @@ from tests.pairs import pairs
 
 
 def by_the_book(queries, keys, values, scaling):
-    """(B, Hq, Q, Dv) float64."""
+    """Compute causal attention by its definition, (B, Hq, Q, Dv) in float64."""
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (states.double().repeat_interleave(groups, dim=1) for states in (keys, values))
     scores = queries.double() @ keys.mT * scaling

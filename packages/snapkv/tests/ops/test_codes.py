@@ -14,7 +14,7 @@ from tests.ops.ragged_cases import LENGTHS, attended
 
 
 def test_four_bit_codes_equal_a_worked_example():
-    """Two tokens in four bits: a step of 1 along tokens, of 2 along channels."""
+    """Two tokens in four bits have a step of 1 along tokens and of 2 along channels."""
     states = torch.tensor([[[0.0, 1], [15, 16]]])
     keys = encode(states, 4, along="tokens")
     assert keys.packed.tolist() == [[[0, 0xFF]]]  # a byte for every token, of both channels
@@ -71,7 +71,7 @@ def test_decoded_blocks_have_the_order_of_flat_states(lengths):
 
 
 def test_joined_layout_orders_the_blocks_of_two_sections_by_head():
-    """One head has 2 tokens, then 1 more; the other 1, then 2. Blocks stand head by head."""
+    """One head has 2 tokens and then 1 more, the other 1 and then 2."""
     layout, order = BlockLayout((((2, 1),),), 32, torch.device("cpu")).joined(((1, 2),))
     numbers = torch.zeros(4, 32, 1)
     numbers[0, :2, 0], numbers[1, :1, 0] = torch.tensor([1.0, 2]), torch.tensor([4.0])
@@ -85,7 +85,7 @@ def test_joined_layout_orders_the_blocks_of_two_sections_by_head():
 
 
 def test_coded_attention_of_two_heads_equals_a_worked_example():
-    """A head keeps a key that scores ln 3 and sees the tail's 0: weights 3/4 and 1/4."""
+    """The scores of the kept key and of the tail are ln 3 and 0: weights 3/4 and 1/4."""
     layout = BlockLayout((((1, 0),),), 32, torch.device("cpu"))
     key = torch.tensor(3.0).log().expand(1, 32, 1)
     zeros, fours = torch.zeros(1, 2, 1, 1), torch.full((1, 2, 1, 1), 4.0)
@@ -103,7 +103,7 @@ def test_coded_attention_of_two_heads_equals_a_worked_example():
 
 @pytest.mark.parametrize("spread", [2**20, 1])
 def test_blocked_coded_attention_equals_the_reference(spread, monkeypatch):
-    """Also where one block at a time is spread out."""
+    """A `spread` of 1 unpacks one block at a time."""
     monkeypatch.setattr(blocked, "UNPACKED_ELEMENTS", spread)
     require_reference("blocked")
 

@@ -55,7 +55,7 @@ def test_ragged_attention_equals_the_reference(impl):
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize("narrow", [("values",), ("keys", "values"), ("queries", "tail_values")])
 def test_states_of_mixed_dtypes_are_computed_in_the_widest_dtype(impl, narrow):
-    """As they are under autocast, where rotating makes keys float32 again, and values stay."""
+    """Under autocast, rotation returns float32 keys, while values keep their dtype."""
     given = states(LENGTHS["whole blocks"], 3, dim_v=20)
     given |= {name: given[name].bfloat16() for name in narrow}
     wide = given | {name: given[name].float() for name in narrow}
@@ -144,7 +144,7 @@ def test_auto_uses_the_kernel_on_a_gpu_unless_gradients_are_needed(device, monke
 @pytest.mark.parametrize("queries", [3, 40])
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 def test_queries_of_a_tree_attend_as_if_their_path_were_alone(impl, queries):
-    """Every query's output is what it gets where only its ancestors and it are read."""
+    """The output of a query equals the one after reading only its ancestors and itself."""
     lengths, dim_v = (((5, 2), (1, 7)), 20) if impl == "flash" else (LENGTHS["tiny"], 6)
     arguments = states(lengths, queries, dim_v=dim_v)
     parents = [0, *(max(0, node - 1 - node % 3) for node in range(1, queries))]

@@ -41,7 +41,7 @@ def oracle_scores(layer, policy, row=0):
 
 
 def oracle_kept(layer, policy, row=0):
-    """What each head of one unpadded row keeps, one ascending list per head."""
+    """Return the positions that the oracle keeps in an unpadded row, as a list for each head."""
     prompt_tokens = layer.keys.shape[2]
     heads = layer.queries.shape[1] if policy.group_reduce == "none" else layer.keys.shape[1]
     if prompt_tokens <= policy.window_size:
@@ -59,7 +59,7 @@ def oracle_kept(layer, policy, row=0):
 
 
 def our_kept(selection, layer, row=0):
-    """What each head of one row keeps, positions counted from the row's first real token."""
+    """Return the positions of one row that `selection` keeps, counted after its padding."""
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     filler = 0 if selection.padding_slots is None else int(selection.padding_slots[row])
     indices = selection.keep_indices[row]
@@ -78,7 +78,7 @@ def our_kept(selection, layer, row=0):
 def test_kept_positions_equal_the_oracle_and_listing_1_of_the_paper(
     beyond_budget, dtype, pooling, window_size, kernel_size, heads
 ):
-    """Up to ties at the cut, of which the listing's `topk` promises no order."""
+    """The sets may differ in ties at the cut, because `topk` of the listing orders ties freely."""
     (query_heads, kv_heads), budget = heads, window_size + 24
     policy = SnapKV(
         budget,
@@ -147,7 +147,7 @@ def test_every_mode_equals_the_oracle(window_reduce, group_reduce, pooling, with
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
 def test_heads_that_share_a_stored_latent_vote_together(group_reduce):
-    """Latent attention: attention sees keys per head, the cache stores one latent for all."""
+    """In latent attention, every head has its own keys, and the cache stores one latent for all."""
     policy = SnapKV(budget=18, window_size=6, kernel_size=3, group_reduce=group_reduce)
     layer = random_layer(4, query_heads=4, kv_heads=4, prompt_tokens=45, query_tokens=6)
     votes = [
@@ -162,7 +162,7 @@ def test_heads_that_share_a_stored_latent_vote_together(group_reduce):
 
 @pytest.mark.parametrize("group_reduce", ["mean", "none"])
 def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
-    """The window is kept whole, also those of its tokens that cast no vote."""
+    """Tokens of the window that cast no vote are kept, too."""
     policy = SnapKV(budget=18, window_size=6, kernel_size=3, group_reduce=group_reduce)
     layer = random_layer(4, prompt_tokens=45, query_tokens=6)
     layer = replace(layer, queries=layer.queries[:, :, -2:])
@@ -182,7 +182,7 @@ def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
 
 @pairs(window_reduce=["mean", "max"], voters=[2, 6, 16], group_reduce=["mean", "max", "none"])
 def test_any_number_of_voters_equals_the_oracle(window_reduce, voters, group_reduce):
-    """Of all positions before the window; of voters too, on which the largest votes count less."""
+    """Voters vote on all positions before the window, including those of other voters."""
     reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
     policy = SnapKV(budget=18, window_size=6, kernel_size=1, voters=voters, **reduced)
     assert policy.query_tokens == voters

@@ -32,7 +32,7 @@ POLICY = AcrossLayers(SnapKV(24, window_size=4))
 
 
 def kept_of(policy, prompts, layers=None):
-    """For every row, layer and head the positions that layers keep which have read prompts."""
+    """Return the kept positions for every row, layer and head."""
     layers = ended(policy, prompts) if layers is None else layers
     pads = prompts[0].pad_tokens
     firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
@@ -46,7 +46,7 @@ def kept_of(policy, prompts, layers=None):
 
 
 def best_of_all(policy, layers, row):
-    """The same, out of one list of all scores of a row, plainly."""
+    """Return the positions to keep in `row`, from one sorted list of its scores."""
     scorer, window, found, total = policy.policy, policy.policy.window_size, [], 0
     pads = [0 if each.pad_tokens is None else int(each.pad_tokens[row]) for each in layers]
     heads = [(at, head) for at, each in enumerate(layers) for head in range(each.keys.shape[1])]
@@ -82,7 +82,7 @@ def best_of_all(policy, layers, row):
 
 
 def test_layers_share_one_budget_as_in_a_worked_example():
-    """A window of 1 and a sink each; 2 more on average, 8 of 4 heads: 4 sinks and the best 4."""
+    """Beside the window, 4 heads keep 2 positions on average: 4 sinks and the best 4."""
     layers = [
         rated_layer([[0.0, 0.9, 0.8, 0.7, 9.0], [0.0, 0.1, 0.05, 0.0, 9.0]], num_layers=2),
         rated_layer(
@@ -104,7 +104,7 @@ def test_layers_share_one_budget_as_in_a_worked_example():
     seed=st.integers(0, 1000),
 )
 def test_best_scores_of_all_layers_are_kept(lengths, heads, limit, window, sinks, protects, seed):
-    """Many ties; layers of different heads; pads; what must stay; tokens, a ratio, bytes."""
+    """Cases have ties, padding, protected positions, different heads, and every kind of budget."""
     sizes = {"window_size": window, "sink_tokens": sinks}
     if isinstance(limit, float):
         policy = AcrossLayers(KVzip(keep_ratio=limit, **sizes))
@@ -134,7 +134,7 @@ def test_best_scores_of_all_layers_are_kept(lengths, heads, limit, window, sinks
 
 
 def test_scores_of_blocks_of_codes_equal_a_worked_example():
-    """A window of 1, and 0.9 in its block; two tokens a block; 0.05 would fill half of one."""
+    """Blocks have two tokens; the window shares one with 0.9, and 0.05 would fill half of one."""
     i = math.inf
     ranked = torch.tensor([[0.9, 0.1, 0.5, 0.3, 0.2, 0.05, i], [0.1, 0.4, 0.6, 0.2, -i, 0.3, i]])
     expected = [[i, 0.15, 0.4, 0.4, 0.15, -i, i], [0.15, 0.35, i, 0.15, -i, 0.35, i]]
@@ -150,7 +150,7 @@ def test_scores_of_blocks_of_codes_equal_a_worked_example():
     seed=st.integers(0, 1000),
 )
 def test_byte_budget_keeps_the_best_whole_blocks_of_codes(lengths, heads, depth, share, seed):
-    """Each keeps its best; no block that is left is better than one kept; the bytes are spent."""
+    """No evicted block is better than a kept one, and the bytes are spent."""
     policy = AcrossLayers(KVzip(f"{share}%", window_size=2, sink_tokens=1))
     prompts, full_bytes = [], 0
     sizes = {"kv_heads": heads, "query_heads": heads, "query_tokens": 0, "head_dim": 32}
@@ -186,7 +186,7 @@ def test_byte_budget_keeps_the_best_whole_blocks_of_codes(lengths, heads, depth,
 
 
 def test_auto_budget_of_a_layer_does_not_depend_on_other_layers():
-    """Every head keeps what is voted for, whatever other heads and layers do."""
+    """Every head keeps the positions with large votes, whatever other heads and layers keep."""
     layer = layer_with_scores([[0.3, 0.1, 0.02, 0.2], [0.01, 0.02, 0.5, 0.01]])
     scorer = SnapKV(AutoBudget(lost_vote=0.05, least=1), window_size=1, kernel_size=1)
     kept = AcrossLayers(scorer).select(layer)
@@ -205,7 +205,7 @@ def test_auto_budget_of_a_layer_does_not_depend_on_other_layers():
 def test_row_with_an_auto_budget_keeps_the_same_positions_as_alone(
     lengths, depth, kv_heads, window_reduce, lost, seed
 ):
-    """Where few of all votes are lost, so that some rows, heads and layers keep everything.
+    """The bound loses so few votes that some rows, heads and layers keep everything.
 
     The mean of a row's heads rounds up to all of the row there, and some of its heads drop a token.
     """
@@ -239,9 +239,9 @@ def test_row_with_an_auto_budget_keeps_the_same_positions_as_alone(
 
 
 def test_prefill_holds_at_most_twice_the_budget_and_one_layer(monkeypatch):
-    """While a prompt is read; the tensors of all layers, counted at every attention call.
+    """The tensors of all layers are counted at every attention call of the prefill.
 
-    No two layers are little to hold.
+    A limit of 0 bytes keeps layers from waiting for each other.
     """
     monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": 0})
     config = tiny_config("llama")

@@ -54,7 +54,7 @@ def test_auto_budget_stays_between_its_least_and_most(voted, expected):
 def test_compared_shares_equal_the_attention_of_any_window(
     window_reduce, window_size, group_reduce
 ):
-    """As its mean, or the largest of any query, none of which is raised to its head's mean."""
+    """Shares are the mean or the maximum over queries, and are not raised to the head's mean."""
     reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
     policy = SnapKV("auto", window_size=window_size, kernel_size=1, **reduced)
     layer = random_layer(0, prompt_tokens=30, query_tokens=window_size)

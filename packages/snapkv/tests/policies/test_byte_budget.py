@@ -28,7 +28,7 @@ BARE = TokenCost(full_bytes=8, block_bytes=8)
 
 
 def worked(cost, tokens, depth=0, pads=(0,)):
-    """One of two layers, whose tokens cost what is said."""
+    """Return one of two layers, whose tokens have the given cost."""
     states = torch.zeros(len(pads), 1, tokens, 2, dtype=torch.float16)
     pad_tokens = torch.tensor(pads) if any(pads) else None
     place = {"layer_idx": depth, "depth": depth, "num_layers": 2}
@@ -63,7 +63,7 @@ def test_share_is_of_the_prompt_of_each_row_and_bytes_are_for_every_row():
 
 
 def test_cost_of_a_token_equals_a_worked_example():
-    """Two heads of 32 numbers, float32: 512 bytes a token. Scales and least numbers take two."""
+    """Two heads of 32 float32 numbers take 512 bytes a token; scales and minima take two bytes."""
     states = torch.ones(1, 2, 50, 32)
     store = DenseStore().fill(states, states, 2)
     assert store.token_cost(2, None) == TokenCost(full_bytes=512, block_bytes=512)
@@ -98,7 +98,7 @@ def held(cache):
     ids=str,
 )
 def test_held_bytes_are_below_the_budget_by_less_than_one_token(quantize, budget, tokens):
-    """Against the tensors of a cache with a number of tokens: one more in a layer is too many."""
+    """One more token in any layer would exceed the budget."""
     model, ids = tiny_model("llama"), random_ids(1, tokens)
     cache = read(model, SnapKV(budget, **WINDOW), ids, quantize=quantize)
     found = ByteBudget.read(budget)
@@ -121,7 +121,7 @@ def test_protected_tokens_are_kept_within_the_budget_in_bytes_or_refused():
 
 @pytest.mark.parametrize(("around", "too_far"), [(AdaKV, 232), (AcrossLayers, 263)])
 def test_protected_tokens_in_codes_fit_the_budget_in_bytes_or_are_refused(around, too_far):
-    """AdaKV's heads may fill a block in part, which leaves room for fewer."""
+    """The heads of AdaKV may fill a block partly, so fewer tokens fit."""
     model, ids = tiny_model("llama"), random_ids(1, 300)
     policy = around(KVzip("30%", window_size=4, sink_tokens=0))
     cache = CompressedCache(model, policy, quantize="int8", protect=[(10, too_far)])

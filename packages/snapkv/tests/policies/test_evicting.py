@@ -27,7 +27,7 @@ KINDS = {"special_ids": tuple(range(3, 12)), "punctuation_ids": tuple(range(12, 
     "policy", [SnapKV(100), H2O(100), TOVA(100), StreamingLLM(100)], ids=lambda policy: policy.name
 )
 def test_gradients_equal_those_of_the_full_cache_if_nothing_is_evicted(policy):
-    """Where the budget holds all, they are those of transformers' own cache."""
+    """The reference is transformers' own cache."""
     model, gradients = copy.deepcopy(tiny_model("llama")).requires_grad_(False), []
     embed, step = model.get_input_embeddings(), random_ids(1, 2, seed=1)
     for cache in (DynamicCache(config=model.config), CompressedCache(model, policy)):
@@ -80,7 +80,7 @@ def test_tova_evicts_the_position_with_the_least_attention():
 
 
 def test_tova_evicts_by_the_mean_of_all_heads():
-    """Of the means .3, .35 and .35 the first is the least; to the first head it is the last."""
+    """The first of the means .3, .35 and .35 is the smallest; in the first head the last is."""
     rows = [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]
     one, other = (worked_step([row], 3, scores=torch.zeros(1, 1, 3)) for row in rows)
     step = replace(one, queries=torch.cat([one.queries, other.queries], dim=1))
@@ -93,7 +93,7 @@ def test_streaming_llm_keeps_the_first_and_the_last_tokens():
 
 
 def test_h2o_after_snapkv_equals_a_worked_example():
-    """SnapKV keeps what H2O would drop, and H2O goes on with its own sums of those kept."""
+    """SnapKV keeps tokens that H2O would evict, and H2O continues with its own sums of them."""
     policy = PromptThenDecode(prompt=SnapKV(4, window_size=1, kernel_size=1), decode=H2O(4))
     selection = policy.select(
         worked_prompt([*PROMPT_ROWS[:5], [0.1, 0.2, 0.1, 0.25, 0.15, 0.2]], 6)
@@ -113,7 +113,7 @@ def test_h2o_after_snapkv_equals_a_worked_example():
 
 
 def test_h2o_sums_are_per_query_head_if_query_heads_are_stored_separately():
-    """As in a model that has a KV head for every query head."""
+    """The reference is a layer with a KV head for every query head."""
     policy = PromptThenDecode(
         prompt=SnapKV(6, window_size=2, group_reduce="none"), decode=H2O(heavy=4, recent=4)
     )

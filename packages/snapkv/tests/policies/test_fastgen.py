@@ -48,7 +48,7 @@ FIFTHS = {"local_ratio": 0.2, "frequent_ratio": 0.2}  # one token each
     ],
 )
 def test_profile_of_a_head_equals_a_worked_example(recovery, choice, kept):
-    """Retained: special .80, + punctuation .91, + token 1 .97, + the query itself .99."""
+    """Special tokens recover .80; with punctuation .91, with token 1 .97, with token 4 .99."""
     selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(PROMPT_BY_HAND)
     assert selection.head_notes.tolist() == [[[choice, 1]]]
     assert selection.keep_indices.tolist() == [[kept]]
@@ -68,7 +68,7 @@ INF = float("inf")
 
 
 def step_of(choice, token, *, held=HELD, noted=(INF, 0.3, INF, 0.05)):
-    """The step by hand: tokens 0 and 2 are special and punctuation, 1 and 4 words."""
+    """Return the decode step: token 0 is special, 2 is punctuation, 1 and 4 are words."""
     return worked_step(
         [STEP_ROW],
         5,
@@ -98,7 +98,7 @@ def test_decode_step_of_each_kind_of_head_equals_a_worked_example(choice, token,
 
 
 def test_number_of_frequent_tokens_grows_with_the_text():
-    """Ten tokens seen: a fifth is two. The new one takes the place that falls free."""
+    """A fifth of ten tokens is two, so a second frequent token is kept."""
     step = step_of(FREQUENT, 13, held=[0, 1, 2, 8, 9], noted=(INF, 0.3, INF, 0.0))
     policy = FastGen(**BY_HAND, **FIFTHS)
     assert policy.evict(step).keep_indices.tolist() == [[[0, 1, 2, 3]]]

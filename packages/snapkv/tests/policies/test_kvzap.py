@@ -23,7 +23,7 @@ from tests.ops.states import pad_left, random_layer, rotate, worked_layer
 
 
 def test_scores_equal_a_worked_example():
-    """Two tokens before a window of one, keys of two numbers that do not turn, values of one."""
+    """Two tokens precede a window of one; keys have two numbers without rotation, values one."""
     weights = [1, 10, 100, 0, 1000, 0, 2, 3, 4, 5, 6]  # keys, squares, value, norms, places, 1
     layer = worked_layer(
         keys=torch.tensor([[[[3.0, 4.0], [0.0, 2.0], [9.0, 9.0]]]]),
@@ -41,7 +41,7 @@ def test_scores_equal_a_worked_example():
 
 
 def plain_scores(gate, layer):
-    """Of a row without pads, token by token and number by number, (heads, T)."""
+    """Compute the scores of an unpadded row by plain loops, (heads, T)."""
     T = layer.keys.shape[2]
     keys = rotate(layer.keys, -torch.arange(T)[None])[0].tolist()
     values, weights = layer.values[0].tolist(), gate.weights[layer.depth].tolist()

@@ -17,7 +17,7 @@ FAR, NEAR = [3.0, 0.0], [2.0, 2.0]
 
 
 def test_scores_and_selection_equal_a_worked_example():
-    """A sink, the pieces (FAR, NEAR) and LAG, and a token that fills none; a window of one."""
+    """The prompt has a sink, the pieces (FAR, NEAR) and LAG, and a window of one token."""
     layer = worked_layer(torch.tensor([[[[9.0, -9.0], FAR, NEAR, *LAG, [5.0, 5.0]]]]))
     policy = LagKV(4, window_size=1, lag_size=2, sink_tokens=1)
     power = math.exp(math.sqrt(0.5))
@@ -43,7 +43,7 @@ def test_score_of_a_shared_latent_is_the_mean_over_its_heads():
 
 
 def test_channel_that_does_not_vary_in_the_lag_counts_as_zero():
-    """Of two pieces; in the second one both channels are the same for both tokens."""
+    """Both channels are equal for both tokens of the second piece, the lag of the first."""
     layer = worked_layer(torch.tensor([[[FAR, NEAR, LAG[0], LAG[0], [5.0, 5.0]]]]))
     policy = LagKV(4, window_size=1, lag_size=2, sink_tokens=0, cross_scoring=True)
     assert policy.score(layer)[0, 0, :2].tolist() == [0.5, 0.5]

@@ -51,7 +51,7 @@ def test_scores_of_wrong_shape_or_type_are_refused(wrapped, scored_by, got):
 
 @pytest.mark.parametrize("wrapped", [None, AdaKV, CriticalKV], ids=["alone", "adakv", "criticalkv"])
 def test_nan_scores_are_refused_with_the_name_of_the_method(wrapped):
-    """In one layer, whose scores are asked of behind the last."""
+    """Only one layer has NaN scores, which are checked after the last layer."""
     asked = iter(range(100))
 
     def in_the_second_layer(scores):

@@ -23,7 +23,7 @@ TOKENS, KEPT = 60, 20
 
 @dataclass(frozen=True)
 class Chosen(Policy):
-    """Selects what a function gives of the layer, and of the indices that would be right."""
+    """A method that returns `made_by(layer, indices)`, where `indices` would be right."""
 
     name: ClassVar[str] = "chosen"
     query_tokens: ClassVar[int] = 0
@@ -36,21 +36,21 @@ class Chosen(Policy):
 
 @dataclass(frozen=True)
 class Budgeted(Chosen):
-    """The same for later turns that choose of what is stored."""
+    """A `Chosen` with a budget, so that it can compress later turns."""
 
     budget: ClassVar[int] = KEPT
 
 
 @dataclass(frozen=True)
 class Stacked(Chosen):
-    """The same of several layers at once."""
+    """A `Chosen` that selects for several layers at once."""
 
     can_select_stacked: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class WithWindow(PrefixPolicy):
-    """The same of a kind of method that promises to keep the last tokens."""
+    """A method like `Chosen` of a class that must keep the window."""
 
     name: ClassVar[str] = "with-window"
     query_tokens: ClassVar[int] = 0
@@ -69,7 +69,7 @@ def right_indices(layer):
 
 
 def with_entries(*changes):
-    """Indices of which some are others, in the last row and head alone."""
+    """Return a function that changes some indices of the last row and head."""
 
     def made_by(layer, indices):
         for place, index in changes:
@@ -170,7 +170,7 @@ def test_wrong_selection_is_refused_with_its_problem_and_remedy(name):
 
 @pytest.mark.parametrize("counts", [[[0, 0], [0, 0]], [[3, 7], [1, 0]], [[20, 2], [5, 5]]])
 def test_entries_that_no_head_keeps_are_ignored(counts):
-    """The tokens seen are all of the prompt, however many entries the widest head uses."""
+    """The whole prompt counts as seen, even if no head keeps as many entries as were returned."""
     made_by = saying(head_tokens=torch.tensor(counts))
     cache = read(tiny_model("llama"), Chosen(made_by), random_ids(2, TOKENS))
     call(cache.model, cache, random_ids(2, 1))
@@ -234,7 +234,7 @@ def test_selection_without_the_promised_window_is_refused(change):
 
 
 def by_heads(layer, indices):
-    """Heads of different length; rows may have 9 pads."""
+    """Select different numbers of tokens for each head; 9 tokens of a row may be padding."""
     kept = torch.zeros(2, 2, TOKENS, dtype=torch.bool)
     kept[0, 0, 30:50] = kept[1, :, 40:] = True
     kept[0, 1, [10, 59]] = True

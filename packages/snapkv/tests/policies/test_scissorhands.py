@@ -15,7 +15,7 @@ ROWS = [
 
 
 def test_eviction_equals_a_worked_example():
-    """Positions 5 and 6 are recent; 3 was never pivotal, 1 and 4 only once."""
+    """Positions 5 and 6 are recent; position 3 was never pivotal, and 1 and 4 only one time."""
     policy = Scissorhands(6, drop=3, history=3, recent=2)
     assert policy.evict(worked_step(ROWS, 7)).keep_indices.tolist() == [[[0, 2, 5, 6]]]
 

@@ -108,7 +108,7 @@ def kept_prefix(policy, tokens):
 
 
 def kept_sets(policy, layer, row=0):
-    """One ascending list per head, positions counted from the row's first real token."""
+    """Return an ascending list of kept positions for each head, counted after the padding."""
     selection = policy.select(layer)
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     if selection is None:
@@ -120,7 +120,7 @@ def kept_sets(policy, layer, row=0):
 
 
 def ranked_scores(policy, layer):
-    """A list per head of what places are won by: the scores, and above all of them the sinks."""
+    """Return the scores of each head, where sinks have infinite scores."""
     scores = policy.score(layer)[0]
     scores[:, : policy.sink_tokens] = math.inf
     return scores.tolist()
@@ -166,7 +166,7 @@ def test_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
 @check
 @given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
 def test_lower_one_of_positions_with_equal_scores_is_kept(method, tokens, window_size, limit, seed):
-    """Exactly, on the policy's own scores: whole numbers, or the plateaus of max pooling."""
+    """Ties are exact: scores are whole numbers, or plateaus of max pooling."""
     policy = make(method, window_size, limit)
     layer = layer_for(policy, tokens, seed)
     keep = kept_prefix(policy, tokens)

@@ -29,7 +29,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_sinks_with_the_lowest_scores_are_kept_in_every_head_and_row(wrap):
-    """Two sinks in each row, of which the second one has a pad in front."""
+    """Each row has two sinks, and the second row begins with padding."""
     layer = rated_layer(
         [[[0.0, 0.0, 0.9, 0.3, 0.8, 0.0]], [[0.9, 0.0, 0.0, 0.3, 0.8, 0.0]]],
         output_weight=torch.ones(1, 1),
@@ -40,7 +40,7 @@ def test_sinks_with_the_lowest_scores_are_kept_in_every_head_and_row(wrap):
 
 
 def test_adakv_distributes_the_budget_that_the_sinks_leave():
-    """Of four places a sink takes two; behind it one head has all winners, and a tenth is sure."""
+    """The sinks take two of four places, and one head has the best scores for the other two."""
     layer = rated([0.0, 0.1, 0.9, 0.3, 0.8, 0.0], [0.0, 0.2, 0.1, 0.1, 0.0, 0.0])
     selection = AdaKV(KVzip(3, window_size=1, sink_tokens=1), safeguard=0.1).select(layer)
     assert selection.keep_indices.tolist() == [[[0, 2, 4, 5], [-1, -1, 0, 5]]]

@@ -12,7 +12,7 @@ from snapkv.policies.spans import Spans
 
 
 def test_protected_positions_precede_all_scores_and_count_in_the_budget():
-    """Six positions, three stay. With 1 protected, the third best has to go."""
+    """Three of six positions are kept. If position 1 is protected, the third best is evicted."""
     scores = torch.tensor([[[4.0, 1.0, 2.0, 6.0, 3.0, 8.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]])
     assert ops.keep_best(scores, [3]).tolist() == [[[0, 3, 5], [3, 4, 5]]]
     protected = Spans.of("protect", [(1, 2)]).cover(torch.arange(6))[None, None]
@@ -82,7 +82,7 @@ class Counting(TorchDispatchMode):
 
 
 def test_cover_runs_as_many_operations_for_1024_spans_as_for_one():
-    """A request may name 1,024 spans, and whoever is scheduled with it would wait."""
+    """A request may have 1,024 spans, and requests in the same batch would have to wait."""
     counts = []
     for number in (1, 1024):
         spans = Spans.of("protect", [(3 * n, 3 * n + 2) for n in range(number)])

@@ -45,7 +45,7 @@ def test_only_the_keys_of_the_sinks_are_rotated(family):
 
 
 def test_rounding_errors_of_rotated_sinks_do_not_accumulate():
-    """After twenty moves in bfloat16 a sink is as near to its true key as after one."""
+    """A sink is as accurate after twenty rotations in bfloat16 as after one."""
     model = copy.deepcopy(unwrapped(tiny_model("llama"), "sdpa")).bfloat16()
     moved, still = (CompressedCache(model, policy) for policy in (POLICY, ORIGINAL))
     for token in random_ids(1, BUDGET + 20).split(1, dim=1):

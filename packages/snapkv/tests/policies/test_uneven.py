@@ -16,7 +16,7 @@ from tests.ops.states import layer_with_scores
 
 
 def test_new_tokens_do_not_copy_the_kept_states_of_ragged_heads(monkeypatch):
-    """A new token costs a copy of what came behind the prompt, not of what is kept."""
+    """A new token copies only the tokens after the prompt."""
     monkeypatch.setattr(ragged, "FLASH_ELEMENTS", 0)
     model = tiny_model("llama")
     cache = CompressedCache(model, METHODS["adakv"])
@@ -40,7 +40,7 @@ def test_new_tokens_do_not_copy_the_kept_states_of_ragged_heads(monkeypatch):
 
 
 def test_published_pyramid_budgets_equal_those_of_kvcache_factory():
-    """KVCache-Factory at capacity 128, window 8, 32 layers, 12,000 tokens: 4,016, not 3,840."""
+    """Capacity 128, window 8, 32 layers and 12,000 tokens give 4,016 positions and not 3,840."""
     budgets = published_budgets(120, 11_992, 32, 20)
     assert (budgets[0], budgets[1], budgets[-1]) == (234, 227, 17)
     assert sum(budgets) == 4016
@@ -69,7 +69,7 @@ def test_exact_pyramid_budgets_fall_and_add_up_to_the_total(mean, spare, num_lay
     ("safeguard", "expected"), [(1.0, (2, 2)), (0.5, (2, 2)), (0.2, (3, 1)), (0.01, (3, 1))]
 )
 def test_adakv_budgets_of_heads_equal_a_worked_example(safeguard, expected):
-    """Winners of [.5 .3 .1 .05] and [.2 .02 .01 .01] are 3 and 1; a fifth sure: 2.8 and 1.2."""
+    """The heads have 3 and 1 of the best four scores; a safeguard of a fifth gives 2.8 and 1.2."""
     layer = layer_with_scores([[0.5, 0.3, 0.1, 0.05], [0.2, 0.02, 0.01, 0.01]])
     policy = AdaKV(SnapKV(3, window_size=1, kernel_size=1), safeguard=safeguard)
     selection = policy.select(layer)

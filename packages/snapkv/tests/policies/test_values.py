@@ -15,7 +15,7 @@ from tests.policies.test_selection_contract import Stated
 
 
 def stated_layer(scores, values, weight):
-    """One KV head whose prefix has these scores and values; a window of one token follows."""
+    """Return a layer of one KV head with these scores and values, and a window of one token."""
     keys = torch.tensor([*scores, 0.0])[None, None, :, None]
     own = torch.tensor([*values, [0.0] * len(values[0])])[None, None]
     return worked_layer(keys, own, torch.zeros(1, 1, 1, 1), output_weight=torch.tensor(weight))
@@ -42,7 +42,7 @@ def kept_sets_of_one(policy, layer):
 
 
 def voted_layer(received, values):
-    """One KV head; each of the window's queries pays the prefix this attention, the rest itself."""
+    """Return a layer of one KV head, whose queries pay `received` and the rest to themselves."""
     queries = len(received)
     rows = [[*paid, *[0.0] * query, 1 - sum(paid)] for query, paid in enumerate(received)]
     own = torch.tensor([*values, *[0.0] * queries])[None, None, :, None]
@@ -61,7 +61,7 @@ def voted_layer(received, values):
 )
 @pytest.mark.parametrize("queries", [1, 32])
 def test_epsilon_is_added_to_the_mean_attention_of_the_window(base, queries):
-    """Of tokens attended to by 0.5, 0.0002 and 0 with norms 1, 1 and 2.5 the first goes by score.
+    """Attention is 0.5, 0.0002 and 0; norms are 1, 1 and 2.5. The first token is kept by score.
 
     (0.0002 + 0.0001) * 1 = 0.0003 is more than 0.0001 * 2.5 = 0.00025, but less than 0.0001 * 3.5,
     however many queries vote. A sum over 32 of them would be 0.0064: no norm here would do.
@@ -78,7 +78,7 @@ def test_epsilon_is_added_to_the_mean_attention_of_the_window(base, queries):
 
 @pytest.mark.parametrize("higher", [1, 3])
 def test_rounding_does_not_decide_between_two_positions_of_the_same_token(higher):
-    """The model computes one value for it, up to rounding: in a batch not as alone."""
+    """Its values differ by rounding in a batch and alone, so the lower position is kept."""
     values = [1.0, 2.1, 1.0, 2.1, 1.0]
     values[higher] = math.nextafter(2.1, 3.0) * (1 + 2**-23)
     policy = CriticalKV(SnapKV(3, window_size=1, kernel_size=1), first_share=0.5)
@@ -106,7 +106,7 @@ def test_layer_without_a_fitting_output_projection_is_refused():
 
 @dataclass(frozen=True)
 class Noting(CriticalKV):
-    """Remembers the layers it was shown."""
+    """Records the layers that it scores."""
 
     seen: list = field(default_factory=list, kw_only=True)
 
@@ -127,7 +127,7 @@ def test_norms_use_the_transposed_output_projection_of_gpt2():
 
 
 def expected_attention_by_loops(layer, policy):
-    """The definition in float64: every query turned back, every future position averaged."""
+    """Compute the scores by their definition in float64, averaged over all future positions."""
     (_, heads, count, size), total = layer.queries.shape, layer.keys.shape[2]
     group = heads // layer.keys.shape[1]
     scores = torch.zeros(layer.keys.shape[1], total, dtype=torch.float64)
@@ -155,7 +155,7 @@ def expected_attention_by_loops(layer, policy):
 
 
 def turn(size, position):
-    """The rotation by a position as a matrix."""
+    """Return the rotation by a position as a matrix."""
     basis = torch.eye(size)[None, None]
     return rotate(basis, torch.full((1, size), position))[0, 0].T.double()
 
@@ -171,7 +171,7 @@ def test_expected_attention_equals_its_definition(future_tokens):
 
 
 def test_expected_attention_equals_a_worked_example():
-    """Without rotation: queries (1, 0) and (3, 0) have mean (2, 0) and variance 1 along x."""
+    """Queries (1, 0) and (3, 0), without rotation, have mean (2, 0) and variance 1 along x."""
     layer = worked_layer(
         keys=torch.tensor([[[[1.0, 5.0], [-1.0, 0.0], [0.0, 9.0], [0.0, 0.0]]]]),
         values=torch.tensor([[[[3.0, 4.0], [0.0, 1.0], [2.0, 0.0], [7.0, 0.0]]]]),

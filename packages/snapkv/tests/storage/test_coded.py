@@ -37,7 +37,7 @@ def test_report_has_the_bits_of_keys_and_values():
 
 
 def test_held_bytes_are_those_of_codes_and_scales():
-    """60 tokens are two blocks; a scale and a least number take four bytes."""
+    """60 tokens fill two blocks; a scale and a minimum take four bytes together."""
     store = read(tiny_model("llama"), batch=1, quantize="K8V4").layers[0].store
     H, D = store.keys.shape[1], store.keys.shape[3]
     keys, values = 64 * H * D + 2 * H * D * 4, 64 * H * D // 2 + 64 * H * 4
@@ -117,7 +117,7 @@ def test_invalid_parameters_of_codes_are_refused(wrong, said):
 
 
 def by_hand(states, how, number, along):
-    """(1, H, N, D) what codes stand for: blocks of a head's tokens, the last one filled up."""
+    """Encode and decode (1, H, N, D) states block by block, the last block padded."""
     G, heads = how.group_size, []
     for head in states[0]:
         blocks = []
@@ -167,7 +167,7 @@ def test_ragged_heads_and_offloaded_tokens_are_saved_in_few_bits(recall, tmp_pat
 
 @pytest.mark.parametrize("largest", [1.0, 1e6])
 def test_several_layers_are_encoded_together_as_each_alone(largest):
-    """Also where the numbers of one are beyond float16, whose scales take more bytes."""
+    """In one case, a layer has values beyond float16, whose scales take more bytes."""
     draw, how = torch.Generator().manual_seed(0), KVCodes(keys=8, values=4)
     several = []
     for counts in (((40, 33), (7, 70)), ((32, 0), (64, 1)), ((5, 5), (90, 9))):

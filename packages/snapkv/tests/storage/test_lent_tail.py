@@ -19,7 +19,7 @@ def test_lent_tail_equals_a_growing_tail_and_keeps_its_memory_address():
 
 
 def test_unwritten_slots_of_a_lent_tail_are_zero():
-    """A weight of nothing would not hide one that is none."""
+    """An attention weight of 0 would not hide a NaN."""
     keys = torch.full((1, 1, 2, 4), torch.nan)
     lent = LentTail(keys, keys, 3)
     assert not lent.keys[:, :, 2:].any()

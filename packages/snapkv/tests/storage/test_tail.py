@@ -17,7 +17,7 @@ B, H, D = 2, 3, 4
 
 @pytest.fixture(autouse=True)
 def no_grad(request):
-    """As in `generate`; with gradients nothing grows in place."""
+    """Disable gradients as `generate` does, because with gradients no tail grows in place."""
     with torch.set_grad_enabled("gradients" in request.node.name):
         yield
 
@@ -27,12 +27,12 @@ def states(tokens, seed=0):
 
 
 def holding(tokens):
-    """A tail whose values are its keys, but for the sign."""
+    """Return a tail whose values are its negated keys."""
     return Tail(states(tokens), -states(tokens))
 
 
 def grown(tail, tokens=1, seed=0):
-    """The keys that it hands out when so many more tokens have been appended."""
+    """Append `tokens` tokens and return all keys of the tail."""
     new = states(tokens, seed)
     keys, values = tail.append(new, -new)
     assert torch.equal(values, -keys)

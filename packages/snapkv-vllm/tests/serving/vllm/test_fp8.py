@@ -97,7 +97,7 @@ def record(impl, seen):
 
 @pytest.mark.parametrize("tokens", [97, 181, 302])
 def test_kept_tokens_equal_those_of_the_library_on_decoded_fp8_keys(recorded, tokens):
-    """Of prompts in one chunk, and with windows that lie across two."""
+    """Prompts have one chunk, or a window that crosses two chunks."""
     engine, layers, byte_dtype, policy = recorded
     prompt = ids_of(tokens, seed=tokens)
     for seen in layers:
