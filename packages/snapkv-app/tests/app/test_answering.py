@@ -56,7 +56,7 @@ def test_compressed_answer_reports_its_tokens_and_times(demo, prompt):
     assert json.loads(json.dumps(asdict(result)))["cache"]["kept_tokens"] == 51
 
 
-def test_prompts_of_a_batch_are_answered_as_they_are_alone(tiny, prompt):
+def test_prompts_of_a_batch_get_the_same_answers_as_alone(tiny, prompt):
     prompts, policy = [prompt, Prompt(text="The gate opens at"), prompt], SnapKV(48)
     alone = [answer(tiny, each, policy, SHORT).text for each in prompts]
     assert answers_together(tiny, prompts, policy, SHORT) == alone

@@ -108,7 +108,7 @@ def test_quantized_cache_has_the_planned_bytes_after_an_answer(budget, bits):
                 assert costs.answering(100, compressed=True) >= in_memory(cache)
 
 
-def test_budget_as_a_share_of_bytes_is_planned_as_it_is_kept():
+def test_planned_tokens_for_a_share_of_bytes_equal_a_worked_example():
     """A quarter of the bytes of 1,000 tokens is planned in 16 bits and in blocks of int4."""
     made = shaped("llama-3.1-8b", context_tokens=1000, budget="25%")
     assert made.kept_tokens == 250

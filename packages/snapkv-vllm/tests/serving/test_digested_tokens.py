@@ -70,7 +70,7 @@ def test_request_takes_full_blocks_or_continues_alone_in_the_last_one():
     assert [used.usable_tokens(same, 16) for same in (99, 100, 105, 120)] == [0, 0, 102, 118]
 
 
-def test_history_serves_no_request_that_needs_what_it_dropped():
+def test_history_serves_no_request_that_needs_its_dropped_tokens():
     start, tail, nothing = Spans(((0, 4),)), Spans(((60, 80),)), Spans(())
     plain = CompressedPrefix(tokens=100, kept_tokens=30)
     protecting = replace(plain, protected=start)

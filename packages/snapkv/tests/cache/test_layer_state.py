@@ -28,7 +28,7 @@ class MoreState(LayerState):
 NAMES = ("of_rows", "of_slots", "of_tokens")
 
 
-def noted(cache, rows=2):
+def with_more_state(cache, rows=2):
     """Give every layer of the cache a `MoreState` whose numbers encode row and slot or token."""
     for layer in cache.layers:
         row = torch.arange(rows) * 100
@@ -46,7 +46,7 @@ def noted(cache, rows=2):
 def cache():
     made = read(tiny_model("llama"), SnapKV(BUDGET, window_size=8), random_ids(2, PROMPT))
     call(made.model, made, random_ids(2, ANSWER, seed=1))
-    return noted(made)
+    return with_more_state(made)
 
 
 def values(cache):

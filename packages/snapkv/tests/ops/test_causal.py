@@ -8,7 +8,7 @@ from snapkv.ops.causal import attend_in_parts, is_faster_in_parts
 from tests.pairs import pairs
 
 
-def by_the_book(queries, keys, values, scaling):
+def defined_attention(queries, keys, values, scaling):
     """Compute causal attention by its definition, (B, Hq, Q, Dv) in float64."""
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (states.double().repeat_interleave(groups, dim=1) for states in (keys, values))
@@ -18,7 +18,7 @@ def by_the_book(queries, keys, values, scaling):
     return scores.masked_fill(ahead, float("-inf")).softmax(dim=-1) @ values
 
 
-def on_a_cpu(queries, keys, values, is_causal, scaling):
+def cpu_attention(queries, keys, values, is_causal, scaling):
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (states.repeat_interleave(groups, dim=1) for states in (keys, values))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -36,10 +36,10 @@ def states(device, dtype, heads, kv_heads, new, past, head_dim=64):
 
 @pairs(heads=(4, 6), kv_heads=(1, 2), new=(2, 65, 130), past=(1, 64, 200), scaling=(0.3, 0.125))
 def test_attention_in_parts_equals_the_definition(heads, kv_heads, new, past, scaling, monkeypatch):
-    monkeypatch.setattr(causal, "_cudnn", on_a_cpu)
+    monkeypatch.setattr(causal, "_cudnn", cpu_attention)
     given = states("cpu", torch.float32, heads, kv_heads, new, past)
     attended = attend_in_parts(*given, scaling)
-    expected = by_the_book(*given, scaling).float()
+    expected = defined_attention(*given, scaling).float()
     torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -55,7 +55,7 @@ def test_attention_in_parts_on_a_gpu_equals_the_definition(dtype, kv_heads):
     given = states("cuda", dtype, 8, kv_heads, 300, 500, head_dim=128)
     if not is_faster_in_parts(*given):
         pytest.skip("cuDNN attends in parts on Hopper and later")
-    expected = by_the_book(*given, 0.1)
+    expected = defined_attention(*given, 0.1)
     differs = (attend_in_parts(*given, 0.1).double() - expected).norm() / expected.norm()
     assert differs < 1e-2
     given[0].requires_grad_()

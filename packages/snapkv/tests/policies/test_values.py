@@ -105,7 +105,7 @@ def test_layer_without_a_fitting_output_projection_is_refused():
 
 
 @dataclass(frozen=True)
-class Noting(CriticalKV):
+class Recording(CriticalKV):
     """Records the layers that it scores."""
 
     seen: list = field(default_factory=list, kw_only=True)
@@ -116,7 +116,7 @@ class Noting(CriticalKV):
 
 
 def test_norms_use_the_transposed_output_projection_of_gpt2():
-    model, policy = tiny_gpt2(), Noting(Stated(20, window_size=4))
+    model, policy = tiny_gpt2(), Recording(Stated(20, window_size=4))
     read(model, policy, random_ids(1, 40) % 64)
     layer = policy.seen[0]
     projection = model.transformer.h[0].attn.c_proj

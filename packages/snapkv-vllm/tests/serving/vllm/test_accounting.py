@@ -177,13 +177,13 @@ def beside(config, monkeypatch, *, step, first, second, after):
 
 
 @pytest.mark.parametrize("second", [20, 23])
-def test_generating_request_gets_its_next_block_beside_a_compression(config, monkeypatch, second):
+def test_generating_request_gets_its_next_block_during_a_compression(config, monkeypatch, second):
     """Three blocks are free in the step in which the first request keeps eight."""
     found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
     assert found == (0, 0)
 
 
-def test_request_preempted_beside_a_reservation_waits_for_it(config, monkeypatch):
+def test_request_preempted_during_a_reservation_waits_for_it(config, monkeypatch):
     """Its next 12 tokens need three blocks; four are free, but two of them are reserved."""
     assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
 

@@ -208,7 +208,7 @@ def test_plain_layout_splits_a_cache_as_gpu_backends_do(backend):
         ("vec16", 16, 80, torch.float16),
     ],
 )
-def test_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size, dtype):
+def test_cpu_layout_reads_the_states_that_the_kernel_wrote(isa, block_tokens, head_size, dtype):
     from snapkv_vllm.layouts import CpuLayout
 
     cache = torch.zeros(6, 3, block_tokens, 2 * head_size, dtype=dtype)

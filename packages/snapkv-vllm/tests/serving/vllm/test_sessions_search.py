@@ -65,7 +65,7 @@ def test_chosen_history_saves_the_most_tokens_of_those_that_may_be_used(running)
     assert turn.plan.prefix_tokens == 24
 
 
-def test_histories_are_compared_by_what_is_left_of_them_before_the_voters(running):
+def test_histories_are_compared_by_their_tokens_before_the_voters(running):
     """Six of 40 tokens vote; 36 are in full blocks of four, and 32 can be used."""
     from snapkv_vllm.histories import CompressedPrefix
 
