@@ -1,4 +1,4 @@
-"""What may be imported without being asked; `make check` judges who may import whom."""
+"""Importing the package imports nothing optional, and the places in structures.md exist."""
 
 import re
 import subprocess
@@ -10,19 +10,19 @@ import pytest
 import snapkv
 
 
-def test_the_public_names_are_sorted_and_exist():
+def test_public_names_are_sorted_and_exist():
     assert snapkv.__all__ == sorted(snapkv.__all__)
     assert all(getattr(snapkv, name).__module__.startswith("snapkv") for name in snapkv.__all__)
     with pytest.raises(AttributeError, match="no attribute 'SnapKv'"):
         _ = snapkv.SnapKv
 
 
-def test_importing_the_package_and_its_command_line_loads_no_torch():
+def test_importing_the_package_and_its_command_line_does_not_import_torch():
     code = "import sys, snapkv, snapkv_app.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_importing_the_cache_loads_nothing_optional():
+def test_importing_the_cache_imports_no_optional_package():
     kernels = ("snapkv.ops.ragged.triton", "snapkv.ops.votes.triton")
     optional = ("xberg", "pypdfium2", "inscriptis", "lxml", "gguf", "matplotlib", "vllm", *kernels)
     code = (
@@ -32,7 +32,7 @@ def test_importing_the_cache_loads_nothing_optional():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_importing_the_package_registers_nothing():
+def test_importing_the_package_registers_no_attention_function():
     code = (
         "import sys\nfrom snapkv import CompressedCache, install\n"
         "from transformers.modeling_utils import AttentionInterface\n"
@@ -48,7 +48,7 @@ PLACES = re.findall(
 
 
 @pytest.mark.parametrize(("path", "names"), PLACES, ids=lambda text: text.replace("/", "."))
-def test_places_that_the_page_of_structures_names_exist(path, names):
+def test_places_named_in_structures_md_exist(path, names):
     sources = Path(__file__).parents[1].glob(f"packages/*/src/snapkv*/{path}")
     texts = [source.read_text("utf-8") for source in sources]
     assert texts, "there is no such file"

@@ -1,4 +1,4 @@
-"""What the repository's pages say is run, and is true."""
+"""The code, commands, links, figures and tables on the repository's pages are right."""
 
 import re
 import shlex
@@ -43,7 +43,7 @@ PRINTED = re.search(r"It prints:\n\n```\n(.*?)```", (ROOT / "README.md").read_te
         for number, block in enumerate(blocks(page), 1)
     ],
 )
-def test_python_blocks_run(name, code, tmp_path):
+def test_python_blocks_of_pages_run(name, code, tmp_path):
     shutil.copy(ROOT / "LICENSE", tmp_path)  # which some blocks read
     # The inputs of a document name the cache as all supported releases of transformers do, and the
     # newest one warns.
@@ -61,14 +61,14 @@ def test_python_blocks_run(name, code, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_inside_the_repository_lead_somewhere(page):
+def test_links_inside_the_repository_have_a_target(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), target
 
 
 def shown_commands():
-    """Every `snapkv ...` in a block of a page, with the page."""
+    """Yield the name of the page and every `snapkv` command in its blocks."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         fences = re.findall(r"^```([^\n]*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
@@ -77,7 +77,7 @@ def shown_commands():
                 yield page.name, line
 
 
-def test_commands_and_options_that_pages_show_exist():
+def test_shown_commands_and_options_exist():
     root = typer.main.get_command(program())
     seen = 0
     for page, line in shown_commands():
@@ -96,13 +96,13 @@ def test_commands_and_options_that_pages_show_exist():
     assert seen > 15
 
 
-def test_the_table_of_planning_is_what_its_script_makes():
+def test_planning_table_equals_the_one_from_its_script():
     page = documentation.PLANNING.read_text(encoding="utf-8")
     assert documentation.BEGIN in page
     assert documentation.fill_planning_table(page) == page
 
 
-def test_the_picture_of_the_first_page_shows_its_rows():
+def test_figure_of_the_first_page_shows_its_results():
     def words(svg):
         return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
@@ -113,7 +113,7 @@ def test_the_picture_of_the_first_page_shows_its_rows():
     assert {"270", "22.5", "full cache"} <= set(shown)
 
 
-def test_picture_of_the_readme_shows_its_rows():
+def test_picture_of_the_readme_shows_its_results():
     figure = picture.draw_picture(picture.PICTURE.results())
     drawn = drawing.encode_figure(figure, ".svg", picture.STYLE).decode()
     words = [
@@ -125,13 +125,13 @@ def test_picture_of_the_readme_shows_its_rows():
 
 
 def migrations():
-    """Every line of the table of presses in docs/migrating.md: kvpress's code and ours."""
+    """Return the rows of the table of presses in docs/migrating.md: kvpress's code and ours."""
     page = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
     table = page.partition("### Which policy replaces which press?")[2].partition("### ")[0]
     return re.findall(r"^\| `(.*)` \| `(.*)` \|$", table, flags=re.MULTILINE)
 
 
-def test_the_error_for_a_name_of_kvpress_says_what_the_page_says():
+def test_error_for_a_kvpress_name_equals_the_line_in_migrating_md():
     lines = {}
     for theirs, ours in migrations():
         lines.setdefault(re.findall(r"\w+Press", theirs)[0], ours)
@@ -156,15 +156,15 @@ for made in [{made}]:
 
 
 @pytest.mark.docs
-def test_what_replaces_a_press_runs_and_compresses():
+def test_replacement_of_every_press_runs_and_compresses():
     code = _MIGRATED.format(made=", ".join(ours for _, ours in migrations()))
     assert code.count("keep_ratio=0.25") > 10
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_table_of_what_is_tested_has_the_versions_that_are_installed():
-    """Those of whole packages, where `make` takes them from."""
+def test_table_of_tested_versions_equals_the_installed_versions():
+    """Versions are read from the files that `make` installs from."""
     files = [*ROOT.glob("constraints*.txt"), *ROOT.glob("requirements-ray.txt"), ROOT / "Makefile"]
     text = "".join(file.read_text("utf-8") for file in files)
     page = (ROOT / "docs/stability.md").read_text("utf-8")
@@ -181,7 +181,7 @@ def test_the_table_of_what_is_tested_has_the_versions_that_are_installed():
         assert re.search(rf"^{target}:", text, re.MULTILINE), target
 
 
-def test_no_plan_that_a_page_shows_is_one_that_would_be_refused(capsys):
+def test_no_shown_plan_is_refused(capsys):
     shown = [line for _, line in shown_commands() if line.startswith("plan --model")]
     assert len(shown) > 2
     for line in dict.fromkeys(shown):

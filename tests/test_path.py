@@ -1,4 +1,4 @@
-"""The new user's path, and the notebook: every command prints what the page says it prints."""
+"""The commands of the quickstart and the notebook print the shown output."""
 
 import json
 import os
@@ -19,7 +19,7 @@ BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)
 
 
 def as_pattern(expected):
-    """Dots stand for the rest of a line, or for any lines where they stand alone."""
+    """Return a pattern in which dots match the rest of a line, or any lines if they stand alone."""
     lines = []
     for line in expected.rstrip("\n").split("\n"):
         if line == "...":
@@ -29,7 +29,7 @@ def as_pattern(expected):
     return re.compile("".join(lines))
 
 
-def test_the_pattern_matches_dots_and_nothing_else():
+def test_dots_of_the_expected_output_match_any_text():
     assert as_pattern("a ... c\n...\nd").fullmatch("a b c\nx\ny\nd\n")
     assert not as_pattern("a ... c\nd").fullmatch("a b c\nx\nd\n")
     assert not as_pattern("a.c").fullmatch("abc\n")
@@ -39,7 +39,7 @@ def test_the_pattern_matches_dots_and_nothing_else():
     ("command", "expected"),
     [pytest.param(*block, id=" ".join(block[0].split()[:2])) for block in BLOCKS],
 )
-def test_a_new_users_command_prints_what_is_written_down(command, expected, tmp_path):
+def test_quickstart_command_prints_the_shown_output(command, expected, tmp_path):
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/garden.pdf", tmp_path / "docs")
     program, *arguments = shlex.split(command)
@@ -57,13 +57,13 @@ def test_a_new_users_command_prints_what_is_written_down(command, expected, tmp_
     assert as_pattern(expected).fullmatch(done.stdout), done.stdout
 
 
-def test_the_first_steps_are_all_there():
+def test_quickstart_shows_ask_inspect_and_plan():
     assert [command.split()[1] for command, _ in BLOCKS] == ["ask", "inspect", "plan"]
 
 
 @pytest.mark.docs
-def test_the_notebook_runs_from_top_to_bottom(tmp_path):
-    """Cell by cell in one fresh process, as a kernel would, without a network."""
+def test_notebook_runs_from_top_to_bottom(tmp_path):
+    """Its cells run in one new process, as in a kernel, without a network."""
     cells = json.loads((ROOT / "docs/notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(sources) > 5

@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, its links lead somewhere, its search finds names."""
+"""The documentation builds without a warning, its links have targets, and its search works."""
 
 import json
 import re
@@ -38,7 +38,7 @@ class Links(HTMLParser):
         self.targets += [given[name] for name in ("href", "src") if given.get(name)]
 
 
-def test_every_link_and_anchor_inside_leads_somewhere(site):
+def test_every_internal_link_and_anchor_has_a_target(site):
     pages = {page: Links(page) for page in site.rglob("*.html")}
     assert len(pages) > 15
     broken = []
@@ -68,7 +68,7 @@ def test_every_page_is_in_the_site(site):
         "group_reduce",
     ],
 )  # fmt: skip
-def test_the_search_finds_names_of_other_projects(site, name):
+def test_search_finds_names_of_other_projects(site, name):
     text = (site / "searchindex.js").read_text(encoding="utf-8")
     index = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)\s*", text, re.S)[1])
     from sphinx.search.en import SearchEnglish
@@ -79,7 +79,7 @@ def test_the_search_finds_names_of_other_projects(site, name):
     assert "migrating" in pages or name in ("group_reduce",), pages
 
 
-def test_every_policy_has_its_place(site):
+def test_every_policy_is_on_the_page_of_policies(site):
     page = (site / "policies.html").read_text(encoding="utf-8")
     for name, policy in POLICIES.items():
         assert f"snapkv.{policy.__name__}" in page, name

@@ -1,4 +1,4 @@
-"""The examples run as their users run them, and print what they are there to show."""
+"""The examples run as users run them and print the expected lines."""
 
 import re
 from pathlib import Path
@@ -35,14 +35,14 @@ PRINTED = {
 
 @pytest.mark.docs
 @pytest.mark.parametrize("name", PRINTED)
-def test_an_example_prints_what_it_shows(name, tmp_path):
+def test_example_prints_the_expected_lines(name, tmp_path):
     printed = run_python(EXAMPLES / name, folder=tmp_path)
     for pattern in PRINTED[name]:
         assert re.search(pattern, printed), printed
     assert not list(tmp_path.iterdir())
 
 
-def test_every_example_is_run_and_stands_on_both_pages():
+def test_every_example_is_run_and_listed_on_both_pages():
     here = {path.name for path in EXAMPLES.glob("*.py")}
     assert here == {*PRINTED, OF_A_SERVER}
     listed = (EXAMPLES / "README.md").read_text("utf-8")

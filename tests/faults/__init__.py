@@ -1,1 +1,1 @@
-"""Wrong lines that are put into the source one by one: a suite is there for those it notices."""
+"""Faults that are put into the source one by one, to check that the tests notice them."""

@@ -1,4 +1,4 @@
-"""Seeds one fault after the other into running code: which suites notice it?
+"""Seed one fault after the other into the running code and report which suites notice it.
 
 Run from the root of the repository; exit status 1 where no suite notices one:
 

@@ -1,4 +1,4 @@
-"""The seeded faults: which text of the source is replaced by which, and which suites notice it."""
+"""The seeded faults: the text that each replaces in the source, and the suites that notice it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

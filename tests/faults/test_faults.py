@@ -1,4 +1,4 @@
-"""Every seeded fault still has a place in the source, and suites that are there."""
+"""The text of every seeded fault is in the source, and its suites exist."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_can_be_seeded(fault):
+def test_fault_can_be_seeded(fault):
     (path,) = ROOT.glob(f"packages/*/src/{fault.file}")
     assert path.read_text(encoding="utf-8").count(fault.old) == 1
     assert fault.new != fault.old
@@ -18,5 +18,5 @@ def test_a_fault_can_be_seeded(fault):
     assert all((ROOT / fault.path_of(suite)).exists() for suite in fault.suites)
 
 
-def test_names_tell_faults_apart():
+def test_names_of_faults_are_unique():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)

@@ -1,4 +1,4 @@
-"""Whether what would be released installs and works where nothing else is.
+"""Check that the packages to be released can be installed and used in an empty environment.
 
 Run from the root of the repository:
 

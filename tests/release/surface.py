@@ -1,4 +1,4 @@
-"""What a release has promised: every public name with its parameters, every command's options.
+"""The public names with their parameters and the options of all commands, as last released.
 
 python -m tests.release.surface    record it, when a release is made
 """

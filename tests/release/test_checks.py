@@ -1,4 +1,4 @@
-"""The checks of a release can fail."""
+"""The checks of a release refuse faulty packages."""
 
 import zipfile
 
@@ -9,7 +9,7 @@ from tests.release.environments import NotReleasableError, build
 
 
 class Fake:
-    """An environment whose programs print what it is given.
+    """An environment whose programs print the given texts.
 
     The key is the program; for `snapkv` the first argument, and for a process that imports typer
     alone `typer`.
@@ -24,7 +24,7 @@ class Fake:
         return self.printed[arguments[0].strip("-") if program == "snapkv" else program]
 
 
-def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path):
+def test_command_line_that_is_slow_or_imports_too_much_is_refused(tmp_path):
     right = Fake(tmp_path, help="ask", python="0.2 snapkv_app.cli.app", typer="0.1")
     assert checks.require_command_line(right) == 2.0
     for wrong, words in [
@@ -36,7 +36,7 @@ def test_a_command_line_that_is_slow_or_imports_too_much_is_named(tmp_path):
             checks.require_command_line(Fake(tmp_path, **right.printed | wrong))
 
 
-def test_other_packages_an_unnamed_package_and_a_wrong_answer_are_named(tmp_path):
+def test_additional_packages_unnamed_packages_and_wrong_answers_are_refused(tmp_path):
     told = {"eval": "pip install snapkv-lab", "serve": "pip install snapkv-vllm"}
     checks.require_library(Fake(tmp_path, python="snapkv"))
     with pytest.raises(NotReleasableError, match="expected the library alone"):
@@ -59,7 +59,7 @@ def test_other_packages_an_unnamed_package_and_a_wrong_answer_are_named(tmp_path
     ],
     ids=["large", "incomplete", "unlicensed"],
 )
-def test_a_wheel_that_is_too_large_or_lacks_a_file_is_named(tmp_path, monkeypatch, change, words):
+def test_wheel_that_is_too_large_or_lacks_a_file_is_refused(tmp_path, monkeypatch, change, words):
     source = environments.ROOT / "packages/snapkv-vllm/src"
     paths = [path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     files = {path.relative_to(source).as_posix(): b"" for path in paths}
@@ -74,12 +74,12 @@ def test_a_wheel_that_is_too_large_or_lacks_a_file_is_named(tmp_path, monkeypatc
         build("snapkv-vllm", tmp_path)
 
 
-def test_a_command_that_fails_says_how(tmp_path):
+def test_error_of_a_failed_command_has_its_status(tmp_path):
     with pytest.raises(NotReleasableError, match=r"false: status 1"):
         environments.run(["false"], tmp_path)
 
 
-def test_the_demo_installs_what_it_needs_with_a_line_for_each_step():
+def test_make_demo_prints_one_line_for_each_installation_step():
     said = environments.run(["make", "-n", "-B", "demo"], environments.ROOT)
     installed = [line for line in said.splitlines() if " pip install " in line]
     assert ["snapkv-app[" in line for line in installed] == [True, False]

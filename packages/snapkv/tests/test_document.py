@@ -109,7 +109,7 @@ def test_questions_leave_document_unchanged_and_conversation_can_follow():
     assert_as_if_read_together(model, document.inputs(asked(20)), read_together(model, asked(20)))
 
 
-def test_a_document_can_be_read_layer_by_layer_and_saved(tmp_path):
+def test_document_can_be_read_layer_by_layer_saved_and_loaded(tmp_path):
     model = tiny_model("llama")
     with layer_by_layer(model, chunk_tokens=25):
         document = Document(model, text(), POLICY)

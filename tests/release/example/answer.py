@@ -1,4 +1,4 @@
-"""What a project does that uses the package, checked by mypy against what was installed."""
+"""A project that uses the package, checked by mypy against the installed package."""
 
 from pathlib import Path
 

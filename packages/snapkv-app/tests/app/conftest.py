@@ -1,4 +1,4 @@
-"""What answers are tried on: a document, and a prompt that asks about it."""
+"""A document and a prompt with a question about it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Answers: the tokens of plain `generate`, honest timings, and an end where it is asked for."""
+"""Answers: the tokens of plain `generate`, correct times, and every way to end an answer."""
 
 import gc
 import json
@@ -56,7 +56,7 @@ def test_compressed_answer_reports_its_tokens_and_times(demo, prompt):
     assert json.loads(json.dumps(asdict(result)))["cache"]["kept_tokens"] == 51
 
 
-def test_prompts_of_a_batch_are_answered_as_they_are_alone(tiny, prompt):
+def test_prompts_of_a_batch_get_the_same_answers_as_alone(tiny, prompt):
     prompts, policy = [prompt, Prompt(text="The gate opens at"), prompt], SnapKV(48)
     alone = [answer(tiny, each, policy, SHORT).text for each in prompts]
     assert answers_together(tiny, prompts, policy, SHORT) == alone
@@ -155,7 +155,7 @@ def test_end_token_counts_from_the_smallest_answer_length_on(demo, prompt):
 
 
 def test_stop_string_that_begins_in_the_prompt_ends_the_answer(demo):
-    """transformers looks at the prompt's end too; the answer then ended, and was not cut off."""
+    """transformers also looks at the end of the prompt; the answer counts as complete."""
     text = "one two three four five six seven eight one two three four five six seven"
     stop = settings(max_new_tokens=3, stop_strings=("seven eight",))
     result = answer(demo, Prompt(text=text), FullCache(), stop)
@@ -204,7 +204,7 @@ def test_times_are_measured_between_tokens(tiny, prompt, monkeypatch):
 
 
 def test_time_per_token_is_right_if_steps_give_several_tokens(tiny, monkeypatch):
-    """Steps of 1, 3 and 2 tokens at 0, 1, 4 and 6 seconds: 6 s for the 6 behind the first."""
+    """Steps of 1, 3 and 2 tokens take 6 seconds for the 6 tokens after the first."""
     now = iter([0.0, 0.0, 1.0, 4.0, 6.0])
     monkeypatch.setattr("snapkv_app.answering.time.perf_counter", lambda: next(now))
     watch = _Stopwatch(tiny.tokenizer, None, ())
@@ -258,7 +258,7 @@ def test_reset_forgets_the_expected_question(tiny):
 
 @pytest.mark.parametrize("answer_start", ["", "It lies"])
 def test_tokens_of_the_question_vote(tiny, answer_start):
-    """From its first one on, wherever else the text asks it, for the default's method alone."""
+    """Tokens vote from the question's first one on, with the default method only."""
     question = "Where does the key lie, if it lies anywhere, and for how long has it been there?"
     prompt = question_prompt(
         tiny.tokenizer, f"{question} {DOCUMENT}", question, answer_start=answer_start
@@ -294,7 +294,7 @@ def test_policy_is_adapted_to_the_question(policy, tokens, asked):
 
 @pytest.mark.parametrize("inside", [0, 2, 7])
 def test_token_across_the_end_of_the_context_belongs_to_the_question(tiny, inside):
-    """Wherever the end falls, the context's tokens are the first of the prompt's own."""
+    """The context's tokens are the first tokens of the prompt for every end of the context."""
     text = "The key lies underneath."
     prompt = Prompt(text=text, context_characters=len("The key ") + inside)
     tokens = prompt.context_tokens(tiny.tokenizer)

@@ -1,4 +1,4 @@
-"""Conversations: every turn is asked of all that was said, within one budget."""
+"""Conversations: every turn attends to all earlier turns, within one budget."""
 
 from typing import ClassVar
 

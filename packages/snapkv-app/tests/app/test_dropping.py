@@ -1,4 +1,4 @@
-"""What of a conversation is dropped: its document, a turn, what the model thought."""
+"""Dropping parts of a conversation: its document, a turn, or the model's thinking."""
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_drop_of_absent_thinking_names_the_expected_marks(tiny):
 @pytest.mark.parametrize("begin", MARKS)
 @pytest.mark.parametrize("ends", [True, False])
 def test_thinking_of_every_model_family_is_found(tiny, begin, ends):
-    """Whatever tokens its marks are; that one is many, and a character several, changes nothing."""
+    """A mark may have several tokens, and so may a character."""
     behind = "<|start|>assistant" if begin.startswith("<|channel|>") else ""
     thought = f"{begin}No, 你好: at nine.{MARKS[begin] + behind if ends else ''}"
     text = f"Well: {thought}" + f"At nine. {thought}Yes." * ends

@@ -1,4 +1,4 @@
-"""Loading models: what is converted is exact, what cannot work is refused in one line."""
+"""Loading models: conversions are exact, and unloadable models are refused in one line."""
 
 import functools
 import json
@@ -172,7 +172,7 @@ def test_cache_folder_follows_the_environment(monkeypatch):
 
 
 def test_special_tokens_come_from_the_header_of_the_file(demo):
-    """transformers 5.17 takes the one that begins a text for the one that ends it."""
+    """transformers 5.17 uses the token that begins a text as the one that ends it."""
     tokenizer, header = demo.tokenizer, gguf.GGUFReader(model_places.demo_file()).fields
     for name, key in {"eos": "eos", "bos": "bos", "unk": "unknown", "pad": "padding"}.items():
         expected = int(header[f"tokenizer.ggml.{key}_token_id"].contents())

@@ -1,4 +1,4 @@
-"""A prompt that was recorded once, and the caches that are made of it."""
+"""Caches that are made from one recorded prompt."""
 
 from functools import partial
 
@@ -44,7 +44,7 @@ def test_cache_of_a_recorded_prompt_continues_like_one_that_read_it(kind):
 
 @pytest.mark.parametrize("policy", [default_policy("40%"), SnapKV("40%", group_reduce="none")])
 def test_budget_counts_token_bytes_of_the_filled_cache(policy):
-    """Not what they did in the one that was read into."""
+    """The bytes of a token in the recorded cache do not matter."""
     model, prompt = small_model("llama"), tokens(160)
     cache = CompressedCache(model, policy, quantize="K8V4")
     logits_behind(model, cache, prompt)

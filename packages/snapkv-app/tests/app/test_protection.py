@@ -1,4 +1,4 @@
-"""Texts, first tokens and system messages that stay, found in the prompt by its tokenizer."""
+"""Protected texts, first tokens and system messages, found in the prompt by its tokenizer."""
 
 import re
 

@@ -106,7 +106,7 @@ def test_page_is_decoded_as_browsers_decode_it(tmp_path, declared, encoding, tex
     ids=["open", "spaces"],
 )
 def test_html_is_read_in_linear_time(tmp_path, markup, text):
-    """Of either it took minutes: a second here, or a few where others are at work."""
+    """In quadratic time, each page would take minutes."""
     path, began = tmp_path / "page.html", time.process_time()
     path.write_text(f"<html>{markup}</html>")
     (page,) = text_files.read([str(path)])

@@ -189,7 +189,7 @@ def test_methods_without_votes_say_that_nobody_voted(opened):
 
 
 def test_page_of_a_cache_alone_has_no_question_or_full_cache(opened):
-    """As of `cache.show`: no question, no voters, no full cache, one budget."""
+    """`cache.show` makes such a page: no question, no voters, no full cache, one budget."""
     made = page(400)
     stop = made.methods[0].stops[0]
     shown = Shown(label="snapkv", stops=[stop], unvoted="")

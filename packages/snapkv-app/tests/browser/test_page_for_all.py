@@ -1,4 +1,4 @@
-"""The page for everybody: on a phone, in both themes, by keyboard, and said in words."""
+"""Accessibility of the page: phones, contrast, keyboards and screen readers."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What the command line says of every method, out of its class.
+"""The names and parameters of every method, as the command line records them.
 
 python -m tests.cli.methods    record it, when a method or a parameter is new, changed or gone
 """

@@ -1,4 +1,4 @@
-"""Amounts as people write them: they work, or the hint does."""
+"""Amounts on the command line are parsed, and errors suggest an amount that works."""
 
 from functools import partial
 

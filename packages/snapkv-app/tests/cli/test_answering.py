@@ -1,4 +1,4 @@
-"""`snapkv ask` and `snapkv generate`: what is answered, shown, compared, drafted and read."""
+"""`snapkv ask` and `snapkv generate`: answers, tables, comparisons, drafts and prefills."""
 
 import io
 import json
@@ -232,7 +232,7 @@ def test_only_given_options_reach_the_loader(snapkv, tiny_only):
 def test_progress_is_drawn_only_on_terminals(
     snapkv, tiny_only, document, monkeypatch, terminal, draws, as_json
 ):
-    """What is loaded is said first, then how many tokens are read, of a streamed answer too."""
+    """Loading is reported first, then the tokens read, with a streamed answer, too."""
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TTY_COMPATIBLE", "1")

@@ -1,4 +1,4 @@
-"""Whatever goes wrong: one line on standard error, the right exit status, nothing half-written."""
+"""Every failure is one line on standard error with the right status and no partial output."""
 
 import errno
 import io

@@ -47,7 +47,7 @@ def start(arguments, folder, *, how=("-m", "snapkv_app"), start_new_session=Fals
     ids=["typer", "script torch"],
 )
 def test_interrupt_during_an_import_prints_one_line(tmp_path, how, library, arguments, line):
-    """Whatever it makes of the interruption itself."""
+    """The imported module may handle the interrupt in any way."""
     (tmp_path / "stubs").mkdir()
     (tmp_path / "stubs" / f"{library}.py").write_text(STUB)
     path = os.pathsep.join([str(tmp_path / "stubs"), os.environ.get("PYTHONPATH", "")])

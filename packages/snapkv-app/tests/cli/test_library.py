@@ -1,4 +1,4 @@
-"""`snapkv library` and `ask --library`: add, ask, check, remove, and what goes wrong."""
+"""`snapkv library` and `ask --library`: add, ask, check, remove, and failures."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Notes after an answer, on made-up answers: differences, commands, words."""
+"""Notes after an answer: differences, suggested commands and lost votes."""
 
 from dataclasses import replace
 

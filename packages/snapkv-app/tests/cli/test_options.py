@@ -1,4 +1,4 @@
-"""The options of every command: their help, their examples, and what is refused before torch."""
+"""The options of every command: help, examples, and refusals before torch is imported."""
 
 import dis
 import importlib

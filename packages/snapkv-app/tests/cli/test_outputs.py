@@ -1,4 +1,4 @@
-"""No command overwrites what is not its own; what it reads, not even when it is told to."""
+"""No command overwrites foreign files, and none overwrites its input even with `--force`."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Policies on the command line: any dataclass in the table, with nothing written for it here."""
+"""Policies on the command line: every dataclass in the registry can be configured."""
 
 import json
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a command line cannot be: one line on standard error that says why, and status 2."""
+"""Invalid command lines get one line on standard error with the reason, and status 2."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""What needs no model is said, or refused, before torch is loaded, which takes seconds."""
+"""Commands and errors that need no model do not wait for the import of torch."""
 
 import json
 import re
@@ -117,7 +117,7 @@ def libraries(tmp_path, tiny):
 
 @pytest.mark.usefixtures("libraries")
 def test_commands_without_a_model_do_not_import_torch(tmp_path):
-    """Nor does one that is refused: for any whole number of any command, too."""
+    """Refused commands do not import torch either, for any integer of any command."""
     typed = [*SAID, FAILED, *REFUSED, *((*ASK, *given.split()) for given in BAD_METHODS)]
     commands = [[word.format(folder=tmp_path) for word in words] for words in typed]
     commands += [

@@ -1,4 +1,4 @@
-"""What the page draws: counts and voters by hand, and of bounded size."""
+"""The data of the page: counts and voters by worked examples, in bounded size."""
 
 import base64
 import functools
@@ -27,7 +27,7 @@ layer = functools.partial(random_layer, 0, prompt_tokens=TOKENS, query_tokens=TO
 @pytest.mark.parametrize("pooling", [{"kernel_size": 1}, {"pooling": "avg"}], ids=str)
 @pytest.mark.parametrize("voters", [2, 4, 7])
 def test_votes_of_all_voters_add_up_to_the_scores(voters, pooling, sinks):
-    """Where pooling is linear."""
+    """Pooling is linear here."""
     states = layer(with_sinks=sinks)
     policy = SnapKV(16, window_size=4, voters=voters, group_reduce="sum", **pooling)
     votes = layer_votes(policy, states)

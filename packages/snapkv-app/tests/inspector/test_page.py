@@ -1,4 +1,4 @@
-"""The page as a file: complete, without a network, and with nothing of the document as markup."""
+"""The page as a file: complete, without network requests, and with escaped documents."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""What the page shows is what the caches did: every method on noise, answers on the demo model."""
+"""The page shows the kept tokens and answers of real caches."""
 
 import itertools
 from typing import ClassVar

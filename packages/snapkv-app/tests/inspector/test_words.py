@@ -1,4 +1,4 @@
-"""What is said of a cache and its answer, and how answers differ."""
+"""Sentences about a cache and its answer, and the differences between answers."""
 
 import pytest
 from hypothesis import given
@@ -49,7 +49,7 @@ def test_replaced_word_is_marked_as_gone_and_new():
 
 
 def test_repetitive_long_answers_are_compared_in_one_piece():
-    """At once: small models repeat themselves."""
+    """The comparison is fast, because small models repeat themselves."""
     before, after = "yes" + " yes no" * 3000, "yes" + " yes no no" * 3000
     changes = word_changes(before, after)
     assert changes[0] == ("same", "yes yes no")

@@ -1,4 +1,4 @@
-"""Joining and recomputing, slowly: every token goes through every layer, most of it for nothing.
+"""A slow reference for blending: every token goes through every layer.
 
 Keys at another place are not turned but read there: the model reads a document at the positions
 where it stands when joined. Choosing is a loop over tokens.

@@ -1,4 +1,4 @@
-"""Documents that were read apart, in one cache: against a slow reading of the same promise."""
+"""Separately read documents, joined in one cache, equal a slow reference."""
 
 import itertools
 
@@ -90,7 +90,7 @@ def test_recomputing_everything_equals_reading_in_full():
 
 
 def test_models_of_other_shapes_equal_the_reference():
-    """As many heads of keys as of queries, a partial rotation and other names of arguments."""
+    """Models have as many KV heads as query heads, partial rotation, or other argument names."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8}
     neox = AutoConfig.for_model("gpt_neox", vocab_size=128, intermediate_size=96, **sizes)
     for config in (tiny_config("llama", num_key_value_heads=8), neox):
@@ -133,7 +133,7 @@ def test_equal_deviations_are_resolved_by_position():
 
 
 def test_number_of_recomputed_tokens_falls_with_the_layers():
-    """By the square root of a tenth over two steps."""
+    """The factor is the square root of a tenth for each of two steps."""
     assert falling(0.2, 1000, 4) == [200, 63, 20]
     assert falling(0.2, 1000, 2) == [200]
     assert falling(0.2, 1000, 1) == []

@@ -1,4 +1,4 @@
-"""A bound on a library's bytes: who was asked for longest ago goes, and nobody else."""
+"""A limit on the bytes of a library: the least recently used documents are evicted."""
 
 import random
 import re
@@ -169,7 +169,7 @@ def test_library_has_no_limit_until_one_is_set(library, tiny):
 
 
 def test_no_file_is_opened_to_add_below_the_limit():
-    """Each add would otherwise cost what the library has; what is written anew counts once."""
+    """Otherwise every add would read the whole library; a replaced document counts one time."""
     no_folder = object()
     room = SizeLimit(no_folder, [DocumentEntry("a", "a", None, 60)], 100)
     assert room.admit(DocumentEntry("b", "b", None, 40)) == []
@@ -180,7 +180,7 @@ def test_no_file_is_opened_to_add_below_the_limit():
 
 
 def test_least_recently_used_document_is_evicted_first():
-    """One that nobody asked for counts from when it was written, and the last one stays."""
+    """An unused document counts from when it was written, and the newest one stays."""
     asked, written = {"a": 5, "b": 3, "c": 9}, {"a": 1, "b": 2, "c": 3, "d": 4}
     folder = SimpleNamespace(last_used_at=asked.get, written_at=written.get)
     limit = SizeLimit(folder, [DocumentEntry(key, key, None, 10) for key in "abcd"], 10)

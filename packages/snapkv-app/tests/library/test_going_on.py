@@ -1,4 +1,4 @@
-"""What is joined goes on as any cache: questions, turns, files, copies, tokens taken back."""
+"""Joined caches continue as any cache: questions, turns, files, copies and crops."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Whoever is killed while adding leaves whole documents only, and those that were there before."""
+"""A killed add leaves only complete documents and loses no earlier one."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Documents are read once; what is asked finds them, whole or not at all."""
+"""Documents are read once and found by the words of a question, as a whole or as passages."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What cannot be joined is refused by name, before any work."""
+"""Parts that cannot be joined are refused by name before the model runs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The index of a library's words: BM25, always of the documents that are there, or refused."""
+"""The index of a library's words: BM25 over the present documents, or a refusal."""
 
 import functools
 import math
@@ -246,7 +246,7 @@ def test_word_is_found_in_every_script_and_form(tmp_path, name, form):
 
 
 def test_index_is_locked_while_found_documents_are_looked_up(tmp_path, monkeypatch):
-    """A row that is free may get the passage of another document."""
+    """A freed row may get the passage of another document."""
     library, ranked = made(tmp_path / "l", drawn_texts(4)), searching._ranked
     wanted = library.search(QUESTION)
 

@@ -1,4 +1,4 @@
-"""What does not fit is said beside what would, and refused before any of it is read or fetched."""
+"""Errors about memory name a size that fits, before any weights are read or downloaded."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against what models really hold, and against the published numbers."""
+"""The planner's numbers equal measured memory and published arithmetic."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def held_bytes(model, ids, policy):
 
 
 def test_planned_peak_of_the_prefill_equals_the_measured_one():
-    """Rows of `python -m snapkv_lab.experiments speed`, measured on the process."""
+    """The rows of `python -m snapkv_lab.experiments speed` were measured on the process."""
     lines = (ROOT / "docs/results/speed.jsonl").read_text().splitlines()
     rows = {
         row["cache"]: row for row in map(json.loads, lines) if row["benchmark"] == "peak memory"
@@ -82,7 +82,7 @@ CODES = {
 
 @pytest.mark.parametrize(("budget", "bits"), CODES.items(), ids=str)
 def test_quantized_cache_has_the_planned_bytes_after_an_answer(budget, bits):
-    """Scales, and the tokens of the answer that fill no block yet, are the tensors' bytes."""
+    """Scales and answer tokens that fill no block yet count with the bytes of their tensors."""
     model = tiny_model("qwen3")
     footprint = footprint_of_loaded(model)
     asked = {"context_tokens": 100, "budget": budget, "window_size": 8, "bits": bits}
@@ -108,8 +108,8 @@ def test_quantized_cache_has_the_planned_bytes_after_an_answer(budget, bits):
                 assert costs.answering(100, compressed=True) >= in_memory(cache)
 
 
-def test_budget_as_a_share_of_bytes_is_planned_as_it_is_kept():
-    """By hand: a quarter of 1,000 tokens, and of as many bytes in blocks of int4."""
+def test_planned_tokens_for_a_share_of_bytes_equal_a_worked_example():
+    """A quarter of the bytes of 1,000 tokens is planned in 16 bits and in blocks of int4."""
     made = shaped("llama-3.1-8b", context_tokens=1000, budget="25%")
     assert made.kept_tokens == 250
     assert made.compressed.cache_bytes * 4 == made.full.cache_bytes
@@ -141,7 +141,7 @@ def answered(model, cache, new_tokens):
     ("family", "new_tokens"), [("llama", 1), ("llama", 66), ("gemma3_text", 65), ("gpt_oss", 66)]
 )
 def test_memory_equals_the_plan_with_spare_slots_and_windows(family, new_tokens):
-    """Reading in one pass and answering, on the memory of the tensors."""
+    """The memory of the tensors is counted while a prompt is read in one pass and answered."""
     model = tiny_model(family, "eager")
     footprint = footprint_of_loaded(model)
     made = planned(footprint, context_tokens=100, budget=40, window_size=8, new_tokens=new_tokens)
@@ -313,7 +313,7 @@ def test_invalid_request_is_refused(request_, error, message):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("memory", [24, 80, 640])
 def test_verdict_explains_a_shorter_prompt_in_pieces(shape, memory):
-    """And what fits, fits in the way of reading that takes less memory."""
+    """The largest batch fits with the prefill that needs less memory."""
     if 2 * SHAPES[shape].parameters > (memory - 1) * 10**9:
         return
     made = shaped(shape, context_tokens=4096, memory_bytes=memory * 10**9)

@@ -92,7 +92,7 @@ def test_description_of_a_shape_agrees_with_a_real_cache(name):
         assert planned.value_width == layer.values.shape[-1]
 
 
-def test_latent_attention_counts_what_transformers_stores():
+def test_latent_attention_counts_the_states_that_transformers_stores():
     (layer, *_) = layers_of_one_token(outline("deepseek-v3", num_hidden_layers=4))
     assert token_bytes(layer) == (512 + 64) * 2
     assert described("deepseek-v3")["kv_bytes_per_token"] == 61 * 576 * 2
@@ -130,7 +130,7 @@ def test_folder_with_quantized_weights_counts_their_stored_bytes(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.values()))
 def test_folder_of_every_family_equals_its_shape(name, tmp_path):
-    """As transformers writes it; and, where settings are left out, with transformers' defaults."""
+    """Folders are as transformers writes them, or lack settings that have defaults."""
     config = config_of(name)
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""One budget for the heads of all layers, by numbers alone: what the library keeps."""
+"""One budget for the heads of all layers: the same positions are kept as by the library."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a body says about compression, before vLLM sees it."""
+"""Checks of the compression settings in a request body, before vLLM reads it."""
 
 import json
 
@@ -126,7 +126,7 @@ def test_setting_is_refused_at_endpoints_that_ignore_it(path):
     ids=str,
 )
 def test_option_that_would_override_a_printed_one_is_refused(options):
-    """vLLM takes the last of each: the server would compress by other settings, or not check."""
+    """vLLM uses the last one, so the server would use other settings or check nothing."""
     with pytest.raises(InvalidArgumentError, match="--print-command prints"):
         command_line("folder", SETTINGS, options, name="demo")
 
@@ -155,7 +155,7 @@ MANY = {f"theirs_{number}": number for number in range(1001)}
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_too_many_names_are_refused_before_any_name_is_checked(body, place, monkeypatch):
-    """Wherever settings are looked for: each would hold up all other requests for a moment."""
+    """The check of each name would delay all other requests."""
     looked_at = []
     for module in ("admission.names", "front.bodies"):
         monkeypatch.setattr(f"snapkv_vllm.{module}.correct_name", looked_at.append)

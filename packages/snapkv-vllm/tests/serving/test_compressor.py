@@ -1,4 +1,4 @@
-"""Voting and moving on tensors, against the cache of the library; no vLLM is needed."""
+"""Votes and moves on tensors equal those of the library's cache; no vLLM is needed."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -153,7 +153,7 @@ def require_stored(layer, blocks, keep, keys, values):
 
 
 def test_unused_slots_of_the_last_block_have_no_nan(prompt):
-    """It may be the bytes of a recurrent state, and attention only masks it."""
+    """The block may have the bytes of a recurrent state, and attention only masks its slots."""
     _, _, states = prompt
     targets = (31, 4, 17)
     for layer in run(states, SnapKV(40, window_size=16), [150], tuple(range(10)), targets):
@@ -203,7 +203,7 @@ def test_half_precision_layers_keep_the_same_tokens_together_as_alone(
 def test_fp8_keys_vote_with_their_scale_and_are_moved_unchanged(
     prompt, name, byte_dtype, of_queries, dtype
 ):
-    """As GPUs have them: their kernels may take queries in bytes too."""
+    """On GPUs, kernels may read queries in FP8, too."""
     _, _, states = prompt
     policy, blocks, targets = SnapKV(48), tuple(range(10)), [31, 4, 17]
     stored, layers = [], {}

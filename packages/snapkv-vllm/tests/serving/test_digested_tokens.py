@@ -1,4 +1,4 @@
-"""What a request takes over from a history, and comparisons by digests, against plain ones."""
+"""Common tokens of a request and a history, found by digests and by plain comparison."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ LENGTHS = st.one_of(st.integers(0, 5), st.integers(BLOCK - 2, 3 * BLOCK + 2))
 
 @given(length=LENGTHS, other_length=LENGTHS, differs_at=st.none() | LENGTHS, cut=LENGTHS)
 def test_common_tokens_match_a_plain_comparison(length, other_length, differs_at, cut):
-    """Of texts of any length that differ nowhere, or at one place and from there on or not."""
+    """Texts of any length are equal, differ at one place, or differ from there to the end."""
     one, other = list(range(length)), list(range(other_length))
     if differs_at is not None and differs_at < other_length:
         other[differs_at] = -1
@@ -38,7 +38,7 @@ def test_common_tokens_match_a_plain_comparison(length, other_length, differs_at
 
 
 def test_comparison_reads_few_digests_and_one_block():
-    """However long the texts are: the tokens before are known by their digest."""
+    """Earlier tokens are compared by their digest, however long the texts are."""
     looked_at = []
 
     class Noting(list):
@@ -61,7 +61,7 @@ def test_equal_digests_of_different_tokens_are_detected():
 
 
 def test_request_takes_full_blocks_or_continues_alone_in_the_last_one():
-    """Of 120 tokens, 30 of the first 100 are stored, in blocks of 16: 16 + 70 dropped are 86."""
+    """30 of the first 100 tokens are stored in blocks of 16; 16 stored and 70 dropped are 86."""
     compressed = CompressedPrefix(tokens=100, kept_tokens=30)
     tokens = DigestedTokens.from_ids(range(120))
     idle = History(owner=("s", "", ""), prompt=b"", tokens=tokens, compressed=compressed)
@@ -70,7 +70,7 @@ def test_request_takes_full_blocks_or_continues_alone_in_the_last_one():
     assert [used.usable_tokens(same, 16) for same in (99, 100, 105, 120)] == [0, 0, 102, 118]
 
 
-def test_history_serves_no_request_that_needs_what_it_dropped():
+def test_history_serves_no_request_that_needs_its_dropped_tokens():
     start, tail, nothing = Spans(((0, 4),)), Spans(((60, 80),)), Spans(())
     plain = CompressedPrefix(tokens=100, kept_tokens=30)
     protecting = replace(plain, protected=start)

@@ -1,4 +1,4 @@
-"""Thousands of settings that nobody would think of; each is taken or refused, by name."""
+"""Thousands of random settings are accepted within the limits or refused by name."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What attention is told of requests that hold less than they saw, worked out by hand."""
+"""Lengths that attention reads for requests with dropped tokens, in worked examples."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +38,7 @@ def held_by(requests, dropped, most=4):
 
 
 def test_lengths_are_reduced_only_for_the_request_that_dropped_tokens():
-    """a generates its 71st token, b its 41st (30 dropped: the 11th held), c reads 3 more."""
+    """a generates its 71st token, b its 41st (30 are dropped, 11 held), and c reads 3 more."""
     held = held_by(["a", "b", "c"], {"b": 30, "gone": 7})
     positions = torch.tensor([70, 40, 5, 6, 7])
     starts = torch.tensor([0, 1, 2, 5], dtype=torch.int32)
@@ -53,7 +53,7 @@ def test_lengths_are_reduced_only_for_the_request_that_dropped_tokens():
 
 
 def test_padded_rows_and_tokens_do_not_change_other_requests():
-    """A graph of four rows, of which two are requests; its tokens are padded too."""
+    """A graph has four rows, two of them requests; its tokens are padded, too."""
     held = held_by(["a", "b"], {"b": 30})
     assert held.convert(metadata(71, 41, 0, 0)).seq_lens.tolist() == [71, 11, 0, 0]
     starts = torch.tensor([0, 1, 2], dtype=torch.int32)
@@ -62,7 +62,7 @@ def test_padded_rows_and_tokens_do_not_change_other_requests():
 
 
 def test_lengths_of_all_steps_are_in_the_same_buffer():
-    """A CUDA graph reads at its replay what it read at its capture."""
+    """The replay of a CUDA graph reads the buffer that its capture read."""
     held = KeptLengths(4, CPU)
     captured = held.convert(metadata(1, 1, 1, 1)).seq_lens
     held.begin_step(["a", "b"], {"a": 60})
@@ -75,7 +75,7 @@ def test_lengths_of_all_steps_are_in_the_same_buffer():
 @given(data=st.data())
 @pytest.mark.parametrize("most", [1, 5])
 def test_every_new_token_gets_the_slot_after_the_stored_tokens(most, data):
-    """Over random batches: a request's last token lies at its held length less one."""
+    """In random batches, the slot of a request's last token is its stored length minus one."""
     names = [f"r{number}" for number in range(data.draw(st.integers(1, most)))]
     lengths = [data.draw(st.integers(1, 300)) for _ in names]
     steps = [data.draw(st.integers(1, length)) for length in lengths]

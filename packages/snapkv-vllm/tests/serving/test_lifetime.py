@@ -60,7 +60,7 @@ if __name__ == "__main__":
 @linux
 @pytest.mark.parametrize(("method", "files"), [("spawn", 0), ("fork", 1100)])
 def test_killed_web_server_leaves_no_engine_worker_or_folder(tmp_path, method, files):
-    """Also where a handle has a number that `select.select` does not take."""
+    """One handle has a number that is too large for `select.select`."""
     script = tmp_path / "server.py"
     script.write_text(SERVER)
     command = [sys.executable, str(script), method, str(files)]

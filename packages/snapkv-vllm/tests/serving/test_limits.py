@@ -1,4 +1,4 @@
-"""What a server promises of a request's tokens, and what a request may ask for beside it."""
+"""The limits of a server on the tokens of a request, and the settings that a request may choose."""
 
 import pytest
 

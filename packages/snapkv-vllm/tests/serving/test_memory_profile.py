@@ -1,4 +1,4 @@
-"""What vLLM is shown as the largest step is at least what any request makes of it."""
+"""The step that vLLM profiles needs at least as much memory as the step of any request."""
 
 import contextlib
 import weakref

@@ -1,4 +1,4 @@
-"""When requests are compressed: arithmetic worked out by hand, and in all cuts into steps."""
+"""When requests are compressed: worked examples, and every way to cut a prompt into steps."""
 
 from dataclasses import dataclass, field
 
@@ -80,7 +80,7 @@ GROWTH = AnswerLimit(policy=TOVA(70), max_tokens=80, evict_every=10)
 
 
 def test_answer_grows_to_its_budget_and_is_evicted_from_immediately():
-    """64 of the prompt and 16 generated tokens are 80; ten go, and every ten tokens ten more."""
+    """64 prompt tokens and 16 generated ones are 80; then every ten tokens evict ten."""
     plan = PromptPlan(prompt_tokens=100, policy=POLICY, answer_limit=GROWTH)
     request = Requests(plan).run(140, [100])
     assert request.ended == [(100, 64), (116, 70), (126, 70), (136, 70)]
@@ -117,7 +117,7 @@ class _Looking(TOVA):
 def test_compression_does_not_depend_on_how_a_request_is_cut_into_steps(
     prompt, answer, chunks, window, every
 ):
-    """Against one token after the other, which is compressed wherever the rules say so."""
+    """The reference reads one token after the other."""
     policy = SnapKV(64, window_size=window)
     answer_limit = every and AnswerLimit(policy=TOVA(90 - every), max_tokens=90, evict_every=every)
     plan = PromptPlan(prompt_tokens=prompt, policy=policy, answer_limit=answer_limit or None)

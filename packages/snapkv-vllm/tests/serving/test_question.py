@@ -1,4 +1,4 @@
-"""Which of a text's last tokens are counted, beside what tokenizers say themselves."""
+"""The number of tokens after a place in a text, compared with the tokenizers' own count."""
 
 import functools
 from types import SimpleNamespace

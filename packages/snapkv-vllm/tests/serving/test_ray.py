@@ -1,4 +1,4 @@
-"""What is known of Ray Serve's replicas without Ray."""
+"""Settings for the replicas of Ray Serve, tested without Ray."""
 
 import sys
 

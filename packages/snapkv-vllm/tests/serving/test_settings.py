@@ -1,4 +1,4 @@
-"""What a server keeps by default and for one request."""
+"""The settings of a server and of a single request."""
 
 import functools
 import json
@@ -205,7 +205,7 @@ def test_first_tokens_are_protected_by_the_server_or_the_request():
     [("default", 10), ("default", 32), ("tova", 10), ("streaming-llm", 10), ("adakv", 10)],
 )
 def test_protected_first_tokens_are_kept_within_the_budget(policy, first):
-    """Sinks are among them: there is room for all that the window leaves."""
+    """Sinks count among them, so the whole budget outside the window can be protected."""
     plan = ServingSettings(policy=policy, budget=48, protect_first=first).plan_request(None, 90)
     end = plan.next_compression(0, 0)
     layer = random_layer(0, prompt_tokens=90, query_tokens=end.selector.query_tokens)

@@ -1,4 +1,4 @@
-"""Who gives room back, where several tenants hold what there is little of."""
+"""Which tenant evicts if several tenants share too little memory."""
 
 import hashlib
 from collections import Counter
@@ -56,7 +56,7 @@ HELD = st.builds(Held, st.sampled_from("ab"), st.sampled_from("xyz"), st.integer
 @settings(max_examples=300, deadline=None)
 @given(st.lists(HELD, max_size=8), st.lists(HELD, max_size=3), HELD)
 def test_evictions_continue_until_the_new_item_fits_or_none_is_left(idle, in_use, brought):
-    """By a list that is searched from its start for the tenant with most."""
+    """The reference searches a list from its start for the tenant with the most memory."""
     left, expected = list(idle), []
     parts = len({one.tenant for one in (brought, *idle, *in_use)})
     while sum(one.size for one in (brought, *left, *in_use)) > 20:

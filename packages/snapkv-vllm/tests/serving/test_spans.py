@@ -1,4 +1,4 @@
-"""What requests say of spans, by numbers alone."""
+"""Spans in requests: their checks and their effect on the kept positions."""
 
 import random
 from dataclasses import replace
@@ -40,7 +40,7 @@ def test_remaining_edits_are_a_difference_of_sets(some, gone):
 
 
 def test_spans_match_an_example_worked_out_by_hand():
-    """Of ten tokens three go; of the budget of four, two are protected, and the last one votes."""
+    """Three of ten tokens are dropped; two of the budget of four are protected, and one votes."""
     own = {"window_size": 1, "kernel_size": 1}
     settings = ServingSettings(policy="snapkv", budget=4, parameters=own)
     given = {SPANS_FIELD: said((2, 5, "drop"), (0, 2, "protect"))}
@@ -113,7 +113,7 @@ def test_every_method_applies_its_budget_to_tokens_outside_spans(policy, own):
 
 @pytest.mark.parametrize("voters", [3, 8, 60])
 def test_compressed_span_may_end_at_the_window_for_any_voters(voters):
-    """Of an answer and a question that votes on it, and on itself."""
+    """The span has an answer and a question that votes on both."""
     own = {"snapkv_voters": voters, "snapkv_budget": 0}
     own[SPANS_FIELD] = said((50, 192, "compress"), budget=9)
     policy = SETTINGS.plan_request(own, 200).policy

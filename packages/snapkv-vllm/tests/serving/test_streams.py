@@ -1,4 +1,4 @@
-"""A stream that begins with an error has the error's status, however its bytes are cut."""
+"""A stream that begins with an error gets the error's status, whatever pieces it arrives in."""
 
 import asyncio
 

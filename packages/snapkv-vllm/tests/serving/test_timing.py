@@ -1,4 +1,4 @@
-"""Times of compressions, on a CPU and on a device that runs behind its host."""
+"""Times of compressions on a CPU and on a device that runs behind its host."""
 
 import time
 

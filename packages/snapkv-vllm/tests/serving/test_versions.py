@@ -1,4 +1,4 @@
-"""Which vLLM the plugin goes with."""
+"""The versions of vLLM that the plugin supports."""
 
 import importlib
 import importlib.metadata
@@ -48,7 +48,7 @@ def test_missing_vllm_is_reported(monkeypatch):
 
 @pytest.mark.parametrize("module", ["requests", "scheduler", "worker"])
 def test_modules_that_vllm_loads_check_the_version_first(monkeypatch, module):
-    """By vLLM's own command nobody else does; another vLLM may not even have what they import."""
+    """With vLLM's own command, nothing else checks the version before their imports fail."""
     pretend(monkeypatch, vllm="0.30.1")
     monkeypatch.delitem(sys.modules, f"snapkv_vllm.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "vllm", None)

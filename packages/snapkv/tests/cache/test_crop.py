@@ -1,4 +1,4 @@
-"""Tokens are taken back from all layers or from none, and what follows is read as if never seen."""
+"""`crop` removes tokens from all layers or from none, and decoding continues as without them."""
 
 import copy
 import re
@@ -19,7 +19,7 @@ STATES = ("convolutions", "linear")
 
 
 def hybrid(kind):
-    """A model with layers of full attention and others, and a cache that has read a prompt."""
+    """Return a model with full-attention and other layers, and a cache that has read a prompt."""
     model = small_model(kind)
     return model, read(model, SnapKV(40, window_size=12), TEXT)
 
@@ -28,7 +28,7 @@ def hybrid(kind):
     ("kind", "said"),
     [("sliding", "has a sliding window"), *((kind, "has a recurrent state") for kind in STATES)],
 )
-def test_what_some_layer_cannot_take_back_no_layer_does(kind, said):
+def test_no_layer_is_cropped_if_one_layer_cannot_be(kind, said):
     model, cache = hybrid(kind)
     other = copy.deepcopy(cache)
     with pytest.raises(InvalidArgumentError, match=rf"tokens_to_rem.*at most 0.*layer 0 {said}"):
@@ -39,7 +39,7 @@ def test_what_some_layer_cannot_take_back_no_layer_does(kind, said):
     assert torch.equal(call(model, cache, LATER), call(model, other, LATER))
 
 
-def test_a_sliding_layer_takes_back_what_it_has_recorded():
+def test_sliding_layer_can_crop_only_recorded_tokens():
     model, cache = hybrid("sliding")
     expected = copy.deepcopy(cache)
     cache.activate_past_recording()
@@ -67,7 +67,7 @@ NO_ROWS = {
 
 
 @pytest.mark.parametrize("kind", ["llama", "sliding", *STATES])
-def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(kind):
+def test_rows_of_every_layer_kind_are_reordered_and_missing_rows_are_refused(kind):
     model, cache = hybrid(kind)
     for got, rows in NO_ROWS.items():
         refusal = f"rows: expected the indices of some of the 2 rows of the batch, but got {got}."
@@ -81,7 +81,7 @@ def test_rows_of_all_layers_are_changed_and_such_as_are_not_there_refused(kind):
         torch.testing.assert_close(call(model, changed, LATER[rows]), expected[rows], **CLOSE)
 
 
-def test_numbers_that_are_no_count_are_refused_by_name():
+def test_invalid_counts_are_refused_by_the_name_of_the_argument():
     cache = read(tiny_model("llama"), SnapKV(keep_ratio=0.2, window_size=12), TEXT, recall="host")
     repeat = cache.batch_repeat_interleave
     for act, given, error, said in (
@@ -103,8 +103,8 @@ def test_numbers_that_are_no_count_are_refused_by_name():
 
 
 @pytest.mark.parametrize("budget", [24, "30%"])
-def test_queries_that_are_left_vote_on_a_prompt_that_was_cropped_under_recall(budget):
-    """Four of six voters are taken back, and one comes: as if three had been asked for."""
+def test_remaining_queries_vote_after_a_prompt_is_cropped_under_recall(budget):
+    """After four of six voters are cropped and one token is added, three voters remain."""
     model, cropped = tiny_model("llama"), TEXT[:1, : PROMPT - 4]
     policy = default_policy(budget, window_size=6)
     cache = read(model, policy, TEXT[:1], recall="host")

@@ -1,4 +1,4 @@
-"""Caches under `torch.set_default_dtype` and `torch.autocast`, as people load and call models."""
+"""Caches under `torch.set_default_dtype` and `torch.autocast`, as users load and call models."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def bfloat16_by_default():
 
 @torch.no_grad()
 def kept(policy):
-    """The positions that every layer holds behind a prompt and some tokens; one row is padded."""
+    """Return the positions that every layer keeps after a prompt and a few decode steps."""
     rows = Rows(policy, {}, [0, 0] if policy.needs_reconstruction_pass else [60, 0])
     if policy.needs_reconstruction_pass:
         read_twice(rows.model, random_ids(2, 300), rows.cache)
@@ -46,14 +46,14 @@ CASES["by itself"] = default_policy(AutoBudget(lost_vote=0.003))
 
 
 @pytest.mark.parametrize("policy", CASES.values(), ids=CASES)
-def test_every_method_keeps_the_same_under_another_default(policy, bfloat16_by_default):
+def test_default_dtype_does_not_change_the_kept_positions(policy, bfloat16_by_default):
     tiny_model("llama")  # made once, in float32
     assert bfloat16_by_default(kept, policy) == kept(policy)
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["goes on", "goes on without"])
 @pytest.mark.parametrize("method", ["snapkv", "adakv", "across-layers"])
-def test_a_prompt_read_under_autocast_is_answered_as_by_the_masked_oracle(method, outside):
+def test_decode_after_a_prompt_under_autocast_equals_the_masked_oracle(method, outside):
     model, ids, tokens = tiny_model("llama"), random_ids(2, 90), random_ids(2, 3, 1)
     cache = CompressedCache(model, METHODS[method])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -68,8 +68,8 @@ CHOOSING = ["h2o", "r-kv", "fastgen", "criticalkv", "adakv of expected-attention
 
 
 @pytest.mark.parametrize("method", CHOOSING)
-def test_under_autocast_methods_choose_in_float32(method, monkeypatch):
-    """As they would without it, of the same states: no operation of a method is autocast."""
+def test_methods_select_without_autocast_and_without_gradients(method, monkeypatch):
+    """No operation of a method runs in the dtype of autocast."""
     seen, policy = [], METHODS[method]
     for name in ("select", "evict", "score_layer"):
         if own := getattr(type(policy), name, None):

@@ -1,4 +1,4 @@
-"""Layers that choose together keep what each would by itself, and know what they have lost."""
+"""Grouped layers keep the same positions as separate layers, and report what they lost."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ POLICIES = {name: METHODS[name] for name in VOTING} | {
 
 @pytest.fixture
 def prompts():
-    """Of seven layers, two rows each, one with pads."""
+    """Return the prompts of seven layers, with two rows each, one of them padded."""
     return [
         pad_left(
             [
@@ -39,7 +39,7 @@ def prompts():
 
 @pytest.fixture
 def wait(monkeypatch):
-    """Has layers wait as on a GPU, as long as they hold no more than so many bytes."""
+    """Let layers wait as on a GPU, as long as they hold at most `most_bytes` bytes."""
 
     def up_to(most_bytes):
         monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": most_bytes})
@@ -49,7 +49,7 @@ def wait(monkeypatch):
 
 @pytest.mark.parametrize("most_bytes", [0, 50_000])
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_layer_has_lost_what_it_holds_no_more(name, most_bytes, prompts, wait):
+def test_lost_mass_of_a_layer_is_that_of_its_evicted_positions(name, most_bytes, prompts, wait):
     wait(most_bytes)
     policy, found = POLICIES[name], []
     for layer, prompt in zip(ended(policy, prompts), prompts, strict=True):
@@ -71,7 +71,7 @@ def test_every_layer_has_lost_what_it_holds_no_more(name, most_bytes, prompts, w
 @pytest.mark.parametrize("tokens", [90, 7])
 @pytest.mark.parametrize("name", [*VOTING, "across-layers", "fastgen", "h2o", "int4", "recall"])
 @torch.no_grad()
-def test_together_they_keep_what_each_keeps_by_itself(name, tokens, wait):
+def test_grouped_layers_keep_the_same_positions_as_separate_layers(name, tokens, wait):
     policy, options = CACHES[name]
     model, ids, mask = tiny_model("llama"), random_ids(2, tokens), torch.ones(2, tokens).long()
     mask[0, : tokens // 5] = 0
@@ -96,7 +96,7 @@ def test_together_they_keep_what_each_keeps_by_itself(name, tokens, wait):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv"])
-def test_layers_with_other_heads_choose_apart(name, wait):
+def test_layers_with_different_head_counts_keep_the_same_positions_as_alone(name, wait):
     heads = (2, 2, 1, 1, 4)
     shapes = [{"query_heads": 4, "kv_heads": each} for each in heads]
     prompts = [
@@ -110,7 +110,7 @@ def test_layers_with_other_heads_choose_apart(name, wait):
     assert all(map(torch.equal, *found))
 
 
-def test_of_layers_that_wait_no_more_queries_are_held_than_vote(wait):
+def test_waiting_layers_hold_only_the_voting_queries(wait):
     wait(1 << 30)
     group, prompt = layer_group.LayerGroup(), random_layer(0, prompt_tokens=90, query_tokens=90)
     voting = replace(prompt, queries=prompt.queries[:, :, -8:], num_layers=2)
@@ -121,7 +121,7 @@ def test_of_layers_that_wait_no_more_queries_are_held_than_vote(wait):
 
 
 def stacks(model, cache, ids, monkeypatch):
-    """How many layers chose at once, in order."""
+    """Return how many layers selected together, for each selection in order."""
     found, own = [], Chooser._choose
 
     def choose(chooser, **options):
@@ -134,7 +134,7 @@ def stacks(model, cache, ids, monkeypatch):
 
 
 class Curious(SnapKV):
-    """Whose score may look at anything of a layer."""
+    """A user-defined method, whose score depends on the layer."""
 
     def score(self, layer):
         return super().score(layer) + layer.depth
@@ -148,20 +148,20 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("name", sorted(ALONE | TOGETHER))
-def test_what_goes_by_a_row_alone_chooses_of_all_layers_at_once(name, wait, monkeypatch):
+def test_only_layer_independent_methods_select_for_all_layers_at_once(name, wait, monkeypatch):
     wait(1 << 30)
     model, policy = tiny_model("llama"), METHODS[name]
     expected = [4] if name in TOGETHER else [1] * 4
     assert stacks(model, CompressedCache(model, policy), random_ids(1, 90), monkeypatch) == expected
 
 
-def test_a_method_of_ones_own_is_asked_layer_by_layer(wait, monkeypatch):
+def test_user_defined_method_selects_layer_by_layer(wait, monkeypatch):
     wait(1 << 30)
     cache = CompressedCache(model := tiny_model("llama"), Curious(**BOTH))
     assert stacks(model, cache, random_ids(1, 90), monkeypatch) == [1] * 4
 
 
-def test_layers_wait_only_for_those_that_are_alike_and_while_they_hold_little(wait, monkeypatch):
+def test_layers_wait_only_for_similar_layers_and_below_the_byte_limit(wait, monkeypatch):
     model, ids = tiny_model("llama"), random_ids(1, 90)
     layer_bytes = 2 * 2 * 90 * 8 * 4  # keys and values of two heads
     for most_bytes, expected in ((2 * layer_bytes, [2, 2]), (2 * layer_bytes + 1, [3, 1])):
@@ -176,7 +176,7 @@ def test_layers_wait_only_for_those_that_are_alike_and_while_they_hold_little(wa
     assert set(stacks(other, cache, ids, monkeypatch)) == {1}
 
 
-def test_a_pass_that_ends_while_layers_wait_is_noticed(wait, monkeypatch):
+def test_cache_refuses_tokens_after_a_pass_was_interrupted_while_layers_waited(wait, monkeypatch):
     wait(1 << 30)
     model, ids = tiny_model("llama"), random_ids(1, 90)
     cache = CompressedCache(model, SnapKV(**BOTH))

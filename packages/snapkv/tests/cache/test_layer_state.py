@@ -1,4 +1,4 @@
-"""A field of a layer's state follows rows, crops, bytes, resets and files, whoever adds it."""
+"""Every field of a layer's state follows rows, crops, resets and files, and its bytes count."""
 
 import copy
 from dataclasses import dataclass, fields, replace
@@ -18,7 +18,7 @@ BUDGET, PROMPT, ANSWER = 24, 60, 5
 
 @dataclass(frozen=True, kw_only=True)
 class MoreState(LayerState):
-    """State with a field of every kind that nothing in the package has heard of."""
+    """A layer state with an additional field of every kind."""
 
     of_rows: Tensor | None = per_row()
     of_slots: Tensor | None = per_row(slot_axis=1)
@@ -28,8 +28,8 @@ class MoreState(LayerState):
 NAMES = ("of_rows", "of_slots", "of_tokens")
 
 
-def noted(cache, rows=2):
-    """The cache's layers with such state: numbers that say their row and their place."""
+def with_more_state(cache, rows=2):
+    """Give every layer of the cache a `MoreState` whose numbers encode row and slot or token."""
     for layer in cache.layers:
         row = torch.arange(rows) * 100
         slots = layer.store.slots
@@ -46,7 +46,7 @@ def noted(cache, rows=2):
 def cache():
     made = read(tiny_model("llama"), SnapKV(BUDGET, window_size=8), random_ids(2, PROMPT))
     call(made.model, made, random_ids(2, ANSWER, seed=1))
-    return noted(made)
+    return with_more_state(made)
 
 
 def values(cache):
@@ -62,7 +62,7 @@ def values(cache):
     ],
     ids=["reorder", "repeat", "select"],
 )
-def test_they_follow_the_rows(cache, change, rows):
+def test_state_follows_reordered_repeated_and_selected_rows(cache, change, rows):
     before = values(cache)
     change(cache)
     for old, new in zip(before, values(cache), strict=True):
@@ -70,7 +70,7 @@ def test_they_follow_the_rows(cache, change, rows):
             assert torch.equal(new[name], old[name][rows]), name
 
 
-def test_they_are_cropped_with_the_tokens_and_not_those_of_what_was_copied(cache):
+def test_crop_of_a_copy_crops_its_state_and_not_the_state_of_the_original(cache):
     before, original = values(cache), cache
     cache = copy.copy(cache)
     cache.crop(-3)
@@ -82,7 +82,7 @@ def test_they_are_cropped_with_the_tokens_and_not_those_of_what_was_copied(cache
         assert torch.equal(new["of_rows"], old["of_rows"])
 
 
-def test_their_bytes_are_reported(cache):
+def test_bytes_of_the_state_are_reported(cache):
     with_them = cache.report()["index_bytes"]
     added = sum(part.nbytes for each in values(cache) for part in each.values())
     for layer in cache.layers:
@@ -90,7 +90,7 @@ def test_their_bytes_are_reported(cache):
     assert with_them - cache.report()["index_bytes"] == added > 0
 
 
-def test_what_is_only_measured_is_not_held(cache):
+def test_lost_mass_does_not_count_as_held_bytes(cache):
     before = cache.report()["index_bytes"]
     for layer in cache.layers:
         assert layer.state.lost_mass is not None
@@ -98,13 +98,13 @@ def test_what_is_only_measured_is_not_held(cache):
     assert cache.report()["index_bytes"] == before
 
 
-def test_they_are_emptied_with_the_cache(cache):
+def test_reset_clears_the_state(cache):
     cache.reset()
     assert values(cache) == [dict.fromkeys(NAMES)] * len(cache.layers)
     assert all(isinstance(layer.state, MoreState) for layer in cache.layers)
 
 
-def test_they_are_saved(cache, tmp_path, monkeypatch):
+def test_saved_cache_restores_the_state(cache, tmp_path, monkeypatch):
     cache.save(tmp_path / "cache")
     monkeypatch.setattr("snapkv.cache.layer.LayerState", MoreState)
     loaded = CompressedCache.load(tmp_path / "cache", cache.model)
@@ -114,7 +114,7 @@ def test_they_are_saved(cache, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("record", [LayerState, SlotMap])
 def test_every_tensor_of_a_record_declares_its_axes(record):
-    """A tensor that did not would stay behind when rows change; so would a record of some."""
+    """Otherwise the tensor, or a record of tensors, would not follow the rows."""
     hints = get_type_hints(record)
     for field in fields(record):
         kinds = {hints[field.name], *get_args(hints[field.name])}

@@ -1,4 +1,4 @@
-"""A cache that expects a question or protects tokens is the same behind a copy or a file."""
+"""A copied or saved cache selects in the next turn as the original does."""
 
 import copy
 
@@ -20,7 +20,7 @@ def told_of(question_tokens):
 
 
 def crop_into_the_prompt(rows):
-    """What was read is recalled with the next tokens."""
+    """Crop into the prompt, so that the next tokens restore the offloaded ones."""
     rows.read(ids(3, 2))
     rows.cache.crop(-5)
 
@@ -87,7 +87,7 @@ def in_state(name):
 
 
 def next_turn(rows):
-    """What every layer keeps of the next turn, and the logits of it and of some tokens more."""
+    """Read the next turn and return the kept positions of every layer and all logits."""
     cache, rows.passes = rows.cache, []
     end = cache.prompt_state.prompt_end
     tokens = end - cache.get_seq_length() if cache.prompt_state.is_announced else TURN
@@ -97,7 +97,7 @@ def next_turn(rows):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_the_next_turn_is_chosen_as_without(name, tmp_path):
+def test_next_turn_of_a_saved_or_copied_cache_equals_that_of_the_original(name, tmp_path):
     kept, logits = next_turn(in_state(name))
     rows = in_state(name)
     branches = {way: change(rows.cache, tmp_path) for way, change in WAYS.items()}
@@ -107,8 +107,8 @@ def test_the_next_turn_is_chosen_as_without(name, tmp_path):
         assert torch.equal(logits, other_logits), way
 
 
-def test_a_question_that_is_expected_changes_what_is_kept():
-    """Otherwise the test above would say nothing about it."""
+def test_expected_question_changes_the_kept_positions():
+    """If not, the comparison above could not notice a lost question."""
     kept = [next_turn(in_state(name))[0] for name in list(STATES)[:3]]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert any(
@@ -117,8 +117,8 @@ def test_a_question_that_is_expected_changes_what_is_kept():
         )
 
 
-def test_a_file_that_does_not_know_of_questions_is_read(tmp_path):
-    """Those of 0.3: the next turn goes by the method as it is."""
+def test_file_without_question_tokens_is_loaded(tmp_path):
+    """Files of version 0.3 have no question tokens, so the method is not adapted to a question."""
     in_state("nothing is expected").cache.save(tmp_path / "one")
     tensors, notes = read_sealed(tmp_path / "one")
     assert notes.pop("question_tokens", "none") is None

@@ -1,4 +1,4 @@
-"""One conversation a row: pads behind a row's first token are refused before anything changes."""
+"""Padding after the first token of a row is refused, and the cache stays unchanged."""
 
 import copy
 
@@ -28,7 +28,7 @@ def read(model, cache, ids, mask):
 
 
 def behind_a_prompt(policy, options):
-    """A cache that has read 90 tokens, the first 13 of one row being pads, and the mask so far."""
+    """Return a model, a cache that has read 90 tokens (13 of one row are padding), and its mask."""
     model, mask = tiny_model("llama"), torch.ones(2, 90, dtype=torch.int64)
     mask[0, :13] = 0
     cache = CompressedCache(model, policy, **options)
@@ -44,9 +44,7 @@ def with_a_turn(mask, *pads):
 
 
 @by_case
-def test_pads_in_a_turn_or_of_a_token_that_was_read_are_refused_and_nothing_changes(
-    policy, options
-):
+def test_padding_after_the_first_token_is_refused_and_changes_nothing(policy, options):
     model, cache, mask = behind_a_prompt(policy, options)
     cache.expect_prompt(99)
     before, other = kept_of(cache), copy.deepcopy(cache)
@@ -61,8 +59,8 @@ def test_pads_in_a_turn_or_of_a_token_that_was_read_are_refused_and_nothing_chan
 
 
 @by_case
-def test_a_leading_pad_stays_a_pad(policy, options):
-    """Without a mask, and with one of ones; one token at a time, and several."""
+def test_leading_padding_stays_masked_in_later_passes(policy, options):
+    """Later passes have one or several tokens, and no mask or a mask of ones."""
     model, cache, mask = behind_a_prompt(policy, options)
     other = copy.deepcopy(cache)
     for number, token in enumerate(random_ids(2, 8, 2).split([1, 3, 1, 3], dim=1)):
@@ -74,7 +72,7 @@ def test_a_leading_pad_stays_a_pad(policy, options):
         torch.testing.assert_close(call(model, cache, token, **given), expected, **CLOSE)
 
 
-def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
+def test_too_short_mask_is_refused_unless_it_masks_nothing():
     model, cache, mask = behind_a_prompt(POLICY, {})
     whole, token = with_a_turn(mask)[:, :91], later[:, :1]
     with pytest.raises(
@@ -87,8 +85,8 @@ def test_a_mask_that_is_too_short_is_refused_unless_it_hides_nothing():
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_a_pad_token_of_the_text_itself_needs_a_mask_that_says_so():
-    """Without one `generate` takes every pad token for padding."""
+def test_pad_token_inside_the_text_requires_an_attention_mask():
+    """Without a mask, `generate` treats every pad token as padding."""
     model, said = tiny_model("llama"), "or pass attention_mask if the text itself contains the pad"
     first, later = random_ids(1, 60), random_ids(1, 9, 1)
     first[0, 30] = later[0, 3] = model.config.pad_token_id

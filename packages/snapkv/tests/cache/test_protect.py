@@ -1,4 +1,4 @@
-"""Protected spans stay, in every layer and head, whatever method, storage, padding and turn."""
+"""Protected positions are kept in every layer and head, with every method, storage and turn."""
 
 import copy
 import functools
@@ -22,12 +22,12 @@ ONE_OF_EACH = {type(policy): name for name, policy in METHODS.items() if "moved"
 """The last variant of every method that can protect spans."""
 
 
-def test_every_method_is_here():
+def test_every_method_has_a_case():
     assert {policy.name for policy in METHODS.values()} == set(methods.POLICIES)
 
 
 def _positions(cache):
-    """For every row the positions that each layer and head holds."""
+    """Return, for every row, a set of kept positions for each layer and head."""
     kept = [cache.kept_positions(index) for index in cache.compressed_layers]
     return [
         [set(head[head >= 0].tolist()) for layer in kept for head in layer[row]]
@@ -39,7 +39,7 @@ _generate = functools.partial(generated, max_new_tokens=3, disable_compile=True)
 
 
 def _talk(policy, *, padded=True, prompts=1, model="llama", **options):
-    """Turns of two rows, one with pads; positions and counts after each, and all tokens."""
+    """Read turns of two rows; return the cache, the kept positions of each turn, and the text."""
     model = tiny_model(model, "sdpa" if model == "llama" else "eager")
     cache, found, text = CompressedCache(model, policy, **options), [], random_ids(2, 90)
     if policy.needs_reconstruction_pass:
@@ -60,7 +60,7 @@ def _talk(policy, *, padded=True, prompts=1, model="llama", **options):
 
 
 @pytest.mark.parametrize("name", ["snapkv", "across-layers", *ONE_OF_EACH.values()])
-def test_protected_positions_stay_over_two_turns_at_the_same_price(name):
+def test_protected_positions_are_kept_over_two_turns_within_the_same_budget(name):
     policy = METHODS[name]
     _, plain, _ = _talk(policy, prompts=2)
     _, found, _ = _talk(policy, prompts=2, protect=SPANS)
@@ -84,8 +84,8 @@ STORAGES = {
 
 
 @pytest.mark.parametrize("options", STORAGES.values(), ids=STORAGES)
-def test_protected_positions_stay_in_every_storage(options, tmp_path):
-    """Positions of the second prompt stay where that is compressed too."""
+def test_protected_positions_are_kept_in_every_storage_and_after_saving(options, tmp_path):
+    """Positions of the second prompt are kept if that prompt is compressed, too."""
     policy, spans = METHODS["snapkv"], [*SPANS, (85, 88)]
     _, plain, _ = _talk(policy, prompts=2, **options)
     cache, found, _ = _talk(policy, prompts=2, protect=iter(spans), **options)
@@ -103,7 +103,7 @@ def test_protected_positions_stay_in_every_storage(options, tmp_path):
     assert all(head >= PLACES for row in _positions(loaded) for head in row)
 
 
-def test_protected_positions_stay_layer_by_layer():
+def test_protected_positions_are_kept_in_layer_by_layer_prefill():
     model, ids = tiny_model("llama"), random_ids(1, 150)
     cache = CompressedCache(model, METHODS["snapkv"], protect=[*SPANS, (140, 10_000)])
     with layer_by_layer(model, chunk_tokens=13):
@@ -122,7 +122,7 @@ ROOM = {
 
 
 @pytest.mark.parametrize("name", [*ROOM, "both"])
-def test_more_than_can_ever_fit_is_refused_at_once_and_the_most_fits(name):
+def test_constructor_refuses_more_protected_tokens_than_fit_and_accepts_the_most(name):
     both = PromptThenDecode(prompt=SnapKV(**BOTH), decode=H2O(budget=50))
     policy, room = (both, 25) if name == "both" else (METHODS[name], ROOM[name])
     model, ids = tiny_model("llama"), random_ids(1, 90)
@@ -141,7 +141,7 @@ def test_more_than_can_ever_fit_is_refused_at_once_and_the_most_fits(name):
         ("expected-attention", (10, 40)),  # with its sinks
     ],
 )
-def test_what_only_the_prompt_can_tell_is_refused_before_anything_is_dropped(name, protect):
+def test_protection_that_does_not_fit_the_prompt_is_refused_before_eviction(name, protect):
     model, ids = tiny_model("llama"), random_ids(1, 90)
     cache = CompressedCache(model, METHODS[name], protect=[protect])
     with pytest.raises(InvalidArgumentError, match="protect: expected at most"):
@@ -151,7 +151,7 @@ def test_what_only_the_prompt_can_tell_is_refused_before_anything_is_dropped(nam
     call(model, cache, ids[:, :9])
 
 
-def test_a_method_of_ones_own_that_cannot_keep_spans_is_refused_by_name():
+def test_user_defined_method_that_cannot_protect_is_refused_by_name():
     @dataclass(frozen=True)
     class Own(SnapKV):
         name = "own"

@@ -1,4 +1,4 @@
-"""Nothing is lost: a later prompt votes on all that was seen, as if it had been read at once."""
+"""Recall: a later prompt votes on all tokens seen so far, as if they had been read at once."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ POLICY = SnapKV(BUDGET, window_size=WINDOW, kernel_size=5)
 
 
 def read(model, *turns, policy=POLICY, recall="host", **options):
-    """A cache that has read the turns one after the other, and the last one's logits."""
+    """Read the turns one after the other; return the cache and the logits of the last turn."""
     cache = CompressedCache(model, policy, recall=recall, **options)
     for ids in turns:
         cache.expect_prompt(cache.get_seq_length() + ids.shape[1])
@@ -38,8 +38,8 @@ def conversation(model, cache, turns=3):
     return ids
 
 
-def test_generate_goes_on_over_several_turns():
-    """The first token is the full cache's; the host holds what was seen, the device the budget."""
+def test_generate_continues_over_several_turns_within_the_budget():
+    """The host holds all tokens seen, and the device only the budget."""
     model = tiny_model("qwen3")
     cache = CompressedCache(model, POLICY, recall="host")
     ids = conversation(model, cache)
@@ -55,7 +55,7 @@ def test_generate_goes_on_over_several_turns():
 # Where it ends.
 
 
-def test_the_limit_is_kept_and_given_back():
+def test_recall_bytes_limits_host_memory_and_reset_frees_the_memory():
     model = tiny_model("llama")
     needed = read(model, document())[0].report().host_bytes
     cache = CompressedCache(model, POLICY, recall="host", recall_bytes=needed)
@@ -68,8 +68,8 @@ def test_the_limit_is_kept_and_given_back():
         call(model, cache, random_ids(1, DOCUMENT + 1))
 
 
-def test_drafts_say_what_plain_decoding_says_and_need_an_empty_cache():
-    """In a second turn transformers reads all of the text into the cache again, whosever it is."""
+def test_prompt_lookup_equals_plain_decoding_and_requires_an_empty_cache():
+    """In a second turn, transformers would read the whole text into the cache again."""
     model, said, lookup = tiny_model("llama"), [], {"prompt_lookup_num_tokens": 3}
     for options in ({}, lookup):
         cache = CompressedCache(model, POLICY, recall="host")

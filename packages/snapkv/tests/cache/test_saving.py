@@ -1,4 +1,4 @@
-"""Saved caches: the same tokens in another process, no damaged file accepted, no half file left."""
+"""Saved caches: another process continues them, and damaged or incomplete files are refused."""
 
 import json
 import os
@@ -40,7 +40,7 @@ FADING = SnapKV(40, window_size=8, pooling="fading", decay=0.8)
 
 
 def halfway(model, name):
-    """A cache that has read a prompt and generated a little, and the ids so far."""
+    """Return a cache that has read a prompt and generated a few tokens, and all token ids."""
     policy, options = CACHES[name]
     cache = CompressedCache(model, policy, **options)
     return cache, generated(model, cache, random_ids(2, PROMPT))
@@ -50,7 +50,7 @@ def halfway(model, name):
 
 
 def damaged_files(good, other):
-    """Ways to spoil a file: flipped bits, missing ends, another file's header."""
+    """Yield the name and content of damaged files: flipped bits, missing ends, exchanged parts."""
     draw = random.Random(5)
     size, header = len(good), 8 + int.from_bytes(good[:8], "little")
     other_header = 8 + int.from_bytes(other[:8], "little")
@@ -73,7 +73,7 @@ def _flipped(good, place, draw):
 
 
 def test_damaged_files_are_refused(tmp_path):
-    """And of a small file whatever byte has changed, of every sixteen one."""
+    """In a small file, a change of every sixteenth byte is tried."""
     model = tiny_model("llama")
     files = []
     for tokens in (90, 80):
@@ -98,7 +98,7 @@ def _is_refused(path):
     return False
 
 
-def test_other_files_and_no_files_are_refused(tmp_path):
+def test_other_files_and_missing_files_are_refused(tmp_path):
     model = tiny_model("llama")
     with pytest.raises(CacheFileError, match="there is no file with the name"):
         CompressedCache.load(tmp_path / "nothing", model)
@@ -115,7 +115,7 @@ HEADERS = {"deep": "[" * 100_000, "no JSON": "none", "a list": "[1]", "no metada
 
 
 @pytest.mark.parametrize("notes", HEADERS.values(), ids=HEADERS)
-def test_sealed_headers_of_another_kind_are_refused(notes, tmp_path):
+def test_malformed_headers_with_a_valid_checksum_are_refused(notes, tmp_path):
     unsealed = {"sha256": "0" * 64}
     whole = {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     if notes is None:
@@ -129,7 +129,7 @@ def test_sealed_headers_of_another_kind_are_refused(notes, tmp_path):
         CompressedCache.load(path, tiny_model("llama"))
 
 
-def test_a_file_of_another_version_is_refused_by_its_format(tmp_path, monkeypatch):
+def test_file_of_another_format_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("snapkv.cache.saving.files._VERSION", 2)
     filled(tiny_model("llama"), 60).save(tmp_path / "old")
     monkeypatch.undo()
@@ -160,8 +160,8 @@ def keys_are(notes, saved):
 
 
 @pytest.mark.parametrize("change", FORGED)
-def test_sealed_nonsense_is_refused(tmp_path, change):
-    """Notes that were changed by somebody who can seal a file."""
+def test_contradictory_contents_with_a_valid_checksum_are_refused(tmp_path, change):
+    """Somebody who can compute the checksum may have changed the notes."""
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "cache")
     tensors, notes = read_sealed(tmp_path / "cache")
@@ -171,7 +171,7 @@ def test_sealed_nonsense_is_refused(tmp_path, change):
         CompressedCache.load(tmp_path / "forged", model)
 
 
-def test_another_policy_than_the_saved_one_is_refused(tmp_path):
+def test_load_with_another_policy_is_refused(tmp_path):
     model = tiny_model("llama")
     for policy, other in (
         (TOKENS, replace(TOKENS, special_ids=(3, (4, 6)))),
@@ -186,7 +186,7 @@ def test_another_policy_than_the_saved_one_is_refused(tmp_path):
             CompressedCache.load(tmp_path / "one", model, policy=other)
 
 
-def test_another_model_or_dtype_is_refused(tmp_path):
+def test_load_into_another_model_or_dtype_is_refused(tmp_path):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "one")
 
@@ -210,7 +210,7 @@ def test_another_model_or_dtype_is_refused(tmp_path):
         CompressedCache.load(tmp_path / "one", "llama")
 
 
-def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
+def test_load_with_recall_is_refused_if_the_cache_was_saved_without_recall(tmp_path):
     model = tiny_model("llama")
     halfway(model, "snapkv")[0].save(tmp_path / "one")
     with pytest.raises(CacheMismatchError, match="recall: the cache was saved without recall"):
@@ -220,7 +220,7 @@ def test_recall_cannot_be_asked_of_a_cache_that_has_forgotten(tmp_path):
     assert loaded.report().host_bytes
 
 
-def test_the_file_is_plain_safetensors(tmp_path):
+def test_saved_file_can_be_read_by_safetensors(tmp_path):
     filled(tiny_model("llama"), 60).save(tmp_path / "one")
     with safe_open(tmp_path / "one", framework="pt") as content:
         notes = json.loads(content.metadata()["notes"])
@@ -229,7 +229,7 @@ def test_the_file_is_plain_safetensors(tmp_path):
         assert content.get_tensor("layers.0.store.keys").shape == (8, 2, 40, 8)
 
 
-def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
+def test_save_refuses_values_beside_the_cache_that_are_not_tensors(tmp_path):
     cache, path = CompressedCache(tiny_model("llama"), SnapKV(40)), tmp_path / "cache"
     with pytest.raises(
         InvalidTypeError, match="beside: expected tensors, but got a value of type l"
@@ -238,7 +238,7 @@ def test_what_is_no_tensor_is_not_kept_beside_a_cache(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_failed_save_leaves_only_the_old_file(tmp_path, monkeypatch):
     model = tiny_model("llama")
     filled(model, 60).save(tmp_path / "one")
     before = (tmp_path / "one").read_bytes()
@@ -254,8 +254,8 @@ def _full_disk(path):
 
 
 @pytest.mark.slow  # of the steps that a kill can come between, `test_writing.py` tries each
-def test_killed_at_any_moment_there_is_never_half_a_file(tmp_path):
-    """A process of its own each time, until so many were killed while they wrote a file."""
+def test_killed_save_never_leaves_an_incomplete_file(tmp_path):
+    """Processes are killed until 25 of them were writing a file."""
     path, draw, unfinished = tmp_path / "one", random.Random(3), 25
     found, kills = set(), 0
     with subprocess.Popen(
@@ -282,7 +282,7 @@ def test_killed_at_any_moment_there_is_never_half_a_file(tmp_path):
     assert found <= {300, 400}
 
 
-def test_a_file_that_is_no_saved_cache_is_never_replaced(tmp_path):
+def test_save_never_replaces_a_file_that_is_not_a_saved_cache(tmp_path):
     cache, _ = halfway(tiny_model("llama"), "snapkv")
     other = tmp_path / "model.safetensors"
     save_file({"weight": torch.zeros(3)}, other)

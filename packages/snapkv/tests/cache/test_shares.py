@@ -1,4 +1,4 @@
-"""A share of a prompt keeps its window and its sinks at least, or all of it: none is too short."""
+"""A budget as a share of a short prompt still keeps at least the window and the sinks."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def read(policy, lengths, options):
         *((name, "bytes", {"quantize": "int8"}) for name in ("snapkv", "adakv", "pyramidkv")),
     ],
 )
-def test_none_is_too_short(name, share, options):
+def test_share_of_any_prompt_keeps_at_least_its_window_and_sinks(name, share, options):
     policy = with_share(METHODS[name], SHARES[share])
     window, sinks = innermost(policy).window_size, innermost(policy).sink_tokens
     batches = [[tokens] for tokens in LENGTHS]

@@ -1,4 +1,4 @@
-"""Spans that are dropped; `tests/sequences` does it at random."""
+"""Dropping spans of tokens, by worked examples; `tests/sequences` drops random spans."""
 
 import copy
 
@@ -44,7 +44,7 @@ def decoded(model, cache, tokens):
 
 
 def stored(cache):
-    """For each layer, row and head the positions, keys and values that it holds, in order."""
+    """Return a dict from position to key and value for each layer, row and head."""
     found = []
     for layer in cache.prompt_state.layers:
         keys, values = layer.store.padded()
@@ -56,7 +56,7 @@ def stored(cache):
     return found
 
 
-def test_positions_by_hand():
+def test_drop_and_crop_leave_the_positions_of_a_worked_example():
     _, cache = read(FullCache(), random_ids(1, 8))
     cache.drop([(1, 3), (6, 7)])
     assert cache.kept_positions(0)[0, 0].tolist() == [0, 3, 4, 5, 7]
@@ -69,7 +69,7 @@ def test_positions_by_hand():
 
 
 @pairs(way=list(WAYS), rows=[1, 2], steps=[0, 6])
-def test_what_is_left_stays_bit_for_bit_and_attention_is_the_masked_oracles(way, rows, steps):
+def test_drop_leaves_other_tokens_unchanged_and_decode_equals_the_masked_oracle(way, rows, steps):
     policy, options = WAYS[way]
     ids, tokens = random_ids(rows, 90), random_ids(rows, 12, 3)
     model, cache = read(policy, ids, **options)
@@ -98,7 +98,7 @@ def test_what_is_left_stays_bit_for_bit_and_attention_is_the_masked_oracles(way,
     assert torch.allclose(decoded(model, cache, tokens), expected, atol=1e-5)
 
 
-def test_a_dropped_span_leaves_the_pool_and_the_next_turn_chooses_as_without_it():
+def test_dropped_tokens_leave_the_offload_pool_and_are_never_selected_again():
     ids, turn = random_ids(1, 90), random_ids(1, 20, 5)
     model, cache = read(SNAPKV, ids, recall="host")
     before = cache.report().host_bytes
@@ -121,7 +121,7 @@ def test_queries_of_dropped_tokens_do_not_vote():
     assert torch.equal(after, before[:, :, [0, 1, 5, 6, 7]])
 
 
-def test_under_a_limit_a_drop_needs_no_more_room():
+def test_drop_needs_no_more_host_memory_at_the_recall_limit():
     ids = random_ids(1, 90)
     _, free = read(SNAPKV, ids, recall="host")
     limit = free.report().host_bytes
@@ -140,7 +140,7 @@ WRONG = [*RANGES, [[(0, 3)], [(0, 3)]], [(1, 2, 3)], "0-3", [(0.5, 3)], None]
 
 
 @pytest.mark.parametrize("spans", WRONG)
-def test_a_wrong_span_changes_nothing(spans):
+def test_invalid_spans_are_refused_and_change_nothing(spans):
     _, cache = read(SNAPKV, random_ids(1, 90), recall="host")
     before, report = stored(cache), cache.report()
     with pytest.raises(SnapKVError, match=r"^spans: expected .*\. [A-Z]"):
@@ -160,7 +160,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("said", "policy", "options"), REFUSED)
-def test_what_cannot_follow_is_refused_before_anything_changes(said, policy, options):
+def test_drop_of_protected_tokens_or_from_compressed_turns_is_refused(said, policy, options):
     _, cache = read(policy, random_ids(1, 90), **options)
     report = cache.report()
     with pytest.raises(InvalidArgumentError, match=rf"^{said}.*\. [A-Z]"):
@@ -168,7 +168,7 @@ def test_what_cannot_follow_is_refused_before_anything_changes(said, policy, opt
     assert cache.report() == report
 
 
-def test_a_text_that_is_coming_in_has_no_spans_yet():
+def test_drop_is_refused_before_the_prompt_has_been_read_completely():
     model = tiny_model("llama")
     cache = CompressedCache(model, SNAPKV)
     with pytest.raises(InvalidArgumentError, match="but the cache has only read 0 tokens of it"):
@@ -192,7 +192,7 @@ WHOLE_AGAIN = {
 
 
 @pytest.mark.parametrize("way", WHOLE_AGAIN)
-def test_cache_that_drops_all_that_it_had_evicted_is_as_if_nothing_was_evicted(way):
+def test_cache_equals_the_full_cache_once_all_evicted_positions_are_dropped(way):
     rows, (policy, options) = 2, WHOLE_AGAIN[way]
     text, turn = random_ids(rows, 60), random_ids(rows, 30, 9)
     model, cache = read(policy, text, **options)

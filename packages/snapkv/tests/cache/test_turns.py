@@ -1,4 +1,4 @@
-"""Later turns: what they vote on, and where they are refused."""
+"""Later turns: which tokens they vote on, and when they are refused."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def turn(model, cache, ids):
     return call(model, cache, ids)
 
 
-def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
+def test_later_turn_votes_on_the_stored_slots_with_the_policy():
     model, shown, select = tiny_model("llama"), [], SnapKV.select
     cache = CompressedCache(model, POLICY, turns="compress")
     call(model, cache, random_ids(1, DOCUMENT))
@@ -48,8 +48,8 @@ def test_the_vote_is_that_of_the_policy_over_the_stored_slots():
     assert torch.equal(cache.kept_positions(1), stored.gather(2, selection.keep_indices))
 
 
-def test_a_turn_behind_a_prompt_that_fitted_is_refused_where_its_queries_are_asked_for():
-    """Its tokens would be chosen from together with the prompt's, whose queries are gone."""
+def test_turn_is_refused_if_the_method_needs_queries_of_an_uncompressed_prompt():
+    """Both prompts would be selected from together, but the queries of the first are gone."""
     model = tiny_model("llama")
     cache = CompressedCache(model, ExpectedAttention(40, window_size=8))
     call(model, cache, random_ids(1, 33))
@@ -74,8 +74,8 @@ KEPT_WHOLE = {
 
 
 @pytest.mark.parametrize("name", KEPT_WHOLE)
-def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
-    """Alone that row would be compressed at the turn's end, and the others not."""
+def test_turn_is_refused_if_only_some_rows_have_kept_everything(name):
+    """Alone, that row would be compressed at the end of the turn, unlike the other rows."""
     prompt = random_ids(2, 60, 1)
     prompt[0] = prompt[0, 0]
     rows = Rows(KEPT_WHOLE[name], {}, [40, 0] if name in METHODS else [0, 0])
@@ -89,12 +89,12 @@ def test_a_turn_behind_a_row_that_has_kept_everything_is_refused(name):
 
 
 @pytest.mark.parametrize("waiting_bytes", [0, 1 << 30])
-def test_a_turn_after_layers_that_kept_everything_and_others_that_did_not(
+def test_turn_after_a_prompt_kept_whole_by_some_layers_equals_the_oracle(
     waiting_bytes, monkeypatch
 ):
-    """It is the end of the whole conversation in the former, and read over the rest in the latter.
+    """Layers that kept the prompt whole compress it with the turn; the others append the turn.
 
-    What they leave open for the last layer is settled, too: it is no sign of an interrupted pass.
+    The next token is accepted: the pass does not count as interrupted.
     """
     monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": waiting_bytes})
     model, ids = peaked_model(tiny_config("llama", num_hidden_layers=8), "sdpa"), random_ids(1, 70)

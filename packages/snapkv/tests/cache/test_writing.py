@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, and nothing is left beside it."""
+"""A file is written completely or not at all, and no partial file is left."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.fixture
 def limited():
-    """Files may grow to 1,000 bytes, as on a disk that is full."""
+    """Limit files to 1,000 bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     yield
@@ -31,7 +31,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_on_a_full_disk_the_old_file_stays_and_nothing_is_left(tmp_path, limited, there):
+def test_failed_write_on_a_full_disk_leaves_only_the_old_file(tmp_path, limited, there):
     page = tmp_path / "page"
     if there:
         page.write_text("old")
@@ -46,7 +46,7 @@ def test_on_a_full_disk_the_old_file_stays_and_nothing_is_left(tmp_path, limited
 
 @pytest.mark.parametrize("error", [FULL, KeyboardInterrupt(), MemoryError()])
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_whatever_goes_wrong_at_the_end_leaves_nothing(tmp_path, monkeypatch, error, step):
+def test_failure_in_fsync_or_rename_leaves_no_file(tmp_path, monkeypatch, error, step):
     def fail(*_):
         raise error
 
@@ -56,13 +56,13 @@ def test_whatever_goes_wrong_at_the_end_leaves_nothing(tmp_path, monkeypatch, er
     assert names(tmp_path) == []
 
 
-def test_a_place_below_a_file_is_named(tmp_path):
+def test_error_names_a_path_below_a_regular_file(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"file/page' could not be written: Not a directory"):
         replace_file(tmp_path / "file" / "page", "new")
 
 
-def test_a_link_stays_one(tmp_path):
+def test_symbolic_link_stays_a_link_and_its_target_is_written(tmp_path):
     (tmp_path / "link").symlink_to("page")
     for content in ("text: ä", b"\0bytes"):  # new, and in place of an old one
         replace_file(tmp_path / "link", content)
@@ -72,7 +72,7 @@ def test_a_link_stays_one(tmp_path):
     assert names(tmp_path) == ["link", "page"]
 
 
-def test_a_device_is_written_into_and_never_replaced(tmp_path):
+def test_device_is_written_to_and_never_replaced(tmp_path):
     link = tmp_path / "full"
     link.symlink_to("/dev/full")
     with pytest.raises(OutputError, match=r"full' could not be written: No space left on device"):
@@ -83,13 +83,13 @@ def test_a_device_is_written_into_and_never_replaced(tmp_path):
         partial.touch()
 
 
-def test_names_as_long_as_the_file_system_takes(tmp_path):
+def test_file_with_the_longest_possible_name_is_written(tmp_path):
     name = "n" * 255
     replace_file(tmp_path / name, "new")
     assert names(tmp_path) == [name]
 
 
-def test_what_killed_writers_have_left_is_removed(tmp_path):
+def test_old_partial_files_of_killed_writers_are_removed(tmp_path):
     left = tmp_path / f".page.{'0' * 32}.partial"
     recent = tmp_path / f".page.{'1' * 32}.partial"
     for path in (left, recent):
@@ -99,7 +99,7 @@ def test_what_killed_writers_have_left_is_removed(tmp_path):
     assert names(tmp_path) == [recent.name, "page"]
 
 
-def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, limited):
+def test_line_that_does_not_fit_on_the_disk_is_removed_completely(tmp_path, limited):
     path = tmp_path / "rows" / "rows.jsonl"
     with open_for_lines(path) as file:
         append_line(file, "first", path)
@@ -109,7 +109,7 @@ def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path, limited):
     assert path.read_text() == "first\nsecond\n"
 
 
-def test_others_may_read_a_file_as_any_other_that_is_made_here(tmp_path):
+def test_written_file_has_the_permissions_of_a_plain_file(tmp_path):
     (tmp_path / "plain").write_text("")
     with replacing(tmp_path / "cache") as partial:
         save_file({"x": torch.zeros(1)}, partial)

@@ -1,4 +1,4 @@
-"""Heads in few bits, of odd lengths and in several sections, and what attention makes of them."""
+"""Cases for attention to quantized ragged heads: odd lengths and several sections."""
 
 import itertools
 import sys

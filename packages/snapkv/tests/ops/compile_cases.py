@@ -1,4 +1,4 @@
-"""Every kernel, compiled to machine code of devices that are not here.
+"""Compile every kernel to machine code for GPUs that are not installed here.
 
 Run as a process of its own: triton is told of a device before any kernel is asked for, and a launch
 compiles and ends there.

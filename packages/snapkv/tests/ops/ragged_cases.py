@@ -1,4 +1,4 @@
-"""Heads of odd lengths, and what every implementation must make of them."""
+"""Cases for ragged attention: heads of odd lengths, and checks for every implementation."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What runs in torch on a CPU equals the reference, in bounded memory."""
+"""The implementations for a CPU equal the reference and use bounded memory."""
 
 import functools
 import itertools
@@ -32,10 +32,10 @@ LIFTS = [Fading(0.8), Fading(1e-300), Pooling(5, "max"), Pooling((0, 4), "avg")]
     more=[0, 3],
     sink_tokens=[0, 2, 70],
 )
-def test_the_largest_votes_equal_the_reference(
+def test_largest_votes_equal_the_reference(
     monkeypatch, shape, lift, extras, group_reduce, most_bytes, more, sink_tokens
 ):
-    """Also of positions among the voters, which only later ones look at."""
+    """Positions among the voters are included; only later voters attend to them."""
     monkeypatch.setattr(largest, "MOST_BYTES", most_bytes)
     queries, keys = states(shape)
     given = AttentionStates(queries, keys, **options_of(shape, extras))
@@ -65,7 +65,7 @@ def test_the_largest_votes_equal_the_reference(
     ],
     ids=str,
 )
-def test_votes_meet_the_rule_that_kernels_are_held_to(monkeypatch, impl, dtype, at_once):
+def test_votes_are_as_accurate_as_required_of_kernels(monkeypatch, impl, dtype, at_once):
     monkeypatch.setattr(by_head, "MOST_BYTES", at_once)
     shapes = ("gqa-63", "mha-d80", "window 1", "no prefix", "one of prefix")
     require_votes(impl, dtype, shapes=shapes)
@@ -104,7 +104,7 @@ def test_memory_is_bounded_by_the_block(monkeypatch):
     assert peak(by_query) < 0.7 * scores  # twice an eighth, half the keys, and what is returned
 
 
-def test_the_implementation_goes_by_name(monkeypatch):
+def test_implementation_is_chosen_by_its_name(monkeypatch):
     given = AttentionStates(*states(SHAPES["gqa-63"]), ScoreOptions(scaling=0.2))
     ran = []
     for name, vote in dict(api._IN_TORCH["window_votes"]).items():
@@ -121,7 +121,7 @@ def test_the_implementation_goes_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize("impl", ["reference", "scan"])
-def test_fading_leaves_the_votes_as_they_are_and_gives_gradients(impl):
+def test_fading_does_not_change_its_input_and_has_gradients(impl):
     require_fading(impl, lengths=(0, 1, 63, 1025))
     votes = some_votes(50)
     before = votes.clone()
@@ -134,7 +134,7 @@ def test_fading_leaves_the_votes_as_they_are_and_gives_gradients(impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_rows_gathered_by_token_equal_the_reference(dtype):
+def test_gathered_tokens_equal_the_reference(dtype):
     source = torch.Generator().manual_seed(0)
     cases = itertools.product((1, 3), (1, 2, 6), (0, 1, 77), (1, 20), (0, 3))
     for batch, heads, tokens, dim, fillers in cases:
@@ -151,7 +151,7 @@ def test_rows_gathered_by_token_equal_the_reference(dtype):
             assert torch.equal(got, reference.gather_tokens(states, kept))
 
 
-def test_what_is_gathered_is_a_copy_that_gradients_pass():
+def test_gathered_tokens_are_a_copy_and_have_gradients():
     states = torch.randn(1, 2, 4, 3, requires_grad=True)
     gathered = ops.gather_tokens(states, torch.tensor([[[0, 3]]]))
     gathered.sum().backward()

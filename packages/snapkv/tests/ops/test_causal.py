@@ -1,4 +1,4 @@
-"""A piece of a prompt that attends to what stands before it, then to itself."""
+"""Attention of a piece of a prompt, computed in two parts and merged, equals the definition."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from snapkv.ops.causal import attend_in_parts, is_faster_in_parts
 from tests.pairs import pairs
 
 
-def by_the_book(queries, keys, values, scaling):
-    """(B, Hq, Q, Dv) float64."""
+def defined_attention(queries, keys, values, scaling):
+    """Compute causal attention by its definition, (B, Hq, Q, Dv) in float64."""
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (states.double().repeat_interleave(groups, dim=1) for states in (keys, values))
     scores = queries.double() @ keys.mT * scaling
@@ -18,7 +18,7 @@ def by_the_book(queries, keys, values, scaling):
     return scores.masked_fill(ahead, float("-inf")).softmax(dim=-1) @ values
 
 
-def on_a_cpu(queries, keys, values, is_causal, scaling):
+def cpu_attention(queries, keys, values, is_causal, scaling):
     groups = queries.shape[1] // keys.shape[1]
     keys, values = (states.repeat_interleave(groups, dim=1) for states in (keys, values))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -35,15 +35,15 @@ def states(device, dtype, heads, kv_heads, new, past, head_dim=64):
 
 
 @pairs(heads=(4, 6), kv_heads=(1, 2), new=(2, 65, 130), past=(1, 64, 200), scaling=(0.3, 0.125))
-def test_the_parts_put_together_are_the_whole(heads, kv_heads, new, past, scaling, monkeypatch):
-    monkeypatch.setattr(causal, "_cudnn", on_a_cpu)
+def test_attention_in_parts_equals_the_definition(heads, kv_heads, new, past, scaling, monkeypatch):
+    monkeypatch.setattr(causal, "_cudnn", cpu_attention)
     given = states("cpu", torch.float32, heads, kv_heads, new, past)
     attended = attend_in_parts(*given, scaling)
-    expected = by_the_book(*given, scaling).float()
+    expected = defined_attention(*given, scaling).float()
     torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_cpu_attends_at_once():
+def test_cpu_does_not_attend_in_parts():
     assert not is_faster_in_parts(*states("cpu", torch.float32, 4, 2, 10, 20))
 
 
@@ -51,11 +51,11 @@ def test_a_cpu_attends_at_once():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_a_piece_on_a_device_attends_as_by_the_book(dtype, kv_heads):
+def test_attention_in_parts_on_a_gpu_equals_the_definition(dtype, kv_heads):
     given = states("cuda", dtype, 8, kv_heads, 300, 500, head_dim=128)
     if not is_faster_in_parts(*given):
         pytest.skip("cuDNN attends in parts on Hopper and later")
-    expected = by_the_book(*given, 0.1)
+    expected = defined_attention(*given, 0.1)
     differs = (attend_in_parts(*given, 0.1).double() - expected).norm() / expected.norm()
     assert differs < 1e-2
     given[0].requires_grad_()

@@ -1,4 +1,4 @@
-"""Few bits: what they stand for by hand, their bounds, and attention that reads them."""
+"""Quantized states: worked examples, error bounds, and attention that reads codes."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from tests.ops.coded_cases import blocks_of, coded_states, encode, require_refer
 from tests.ops.ragged_cases import LENGTHS, attended
 
 
-def test_a_block_by_hand():
-    """Two tokens in four bits: a step of 1 along tokens, of 2 along channels."""
+def test_four_bit_codes_equal_a_worked_example():
+    """Two tokens in four bits have a step of 1 along tokens and of 2 along channels."""
     states = torch.tensor([[[0.0, 1], [15, 16]]])
     keys = encode(states, 4, along="tokens")
     assert keys.packed.tolist() == [[[0, 0xFF]]]  # a byte for every token, of both channels
@@ -35,7 +35,7 @@ def test_a_block_by_hand():
     scale=st.sampled_from([1e-6, 1.0, 900.0, 6e4, 1e9]),
     seed=st.integers(0, 99),
 )
-def test_numbers_come_back_within_half_a_step(bits, along, size, dtype, scale, seed):
+def test_decoded_numbers_differ_by_at_most_half_a_step(bits, along, size, dtype, scale, seed):
     torch.manual_seed(seed)
     most = torch.finfo(dtype).max
     states = (torch.randn(size) * scale + scale).clamp(min=-most, max=most).to(dtype)
@@ -55,14 +55,14 @@ def test_numbers_come_back_within_half_a_step(bits, along, size, dtype, scale, s
     assert codes.decoded().dtype == dtype
 
 
-def test_what_is_not_finite_is_refused():
+def test_infinite_and_nan_values_are_refused():
     for number in (float("nan"), float("inf")):
         with pytest.raises(InvalidArgumentError, match="quantize: the largest value for"):
             encode(torch.full((1, 32, 2), number), 4, along="tokens")
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_blocks_come_back_in_the_order_of_flat_states(lengths):
+def test_decoded_blocks_have_the_order_of_flat_states(lengths):
     total = sum(map(sum, lengths))
     flat = torch.arange(total).float()[:, None]
     layout = BlockLayout((lengths,), 32, torch.device("cpu"))
@@ -70,8 +70,8 @@ def test_blocks_come_back_in_the_order_of_flat_states(lengths):
     assert flat_states(codes, layout)[:, 0].tolist() == list(range(total))
 
 
-def test_a_head_grows_by_sections():
-    """One head has 2 tokens, then 1 more; the other 1, then 2. Blocks stand head by head."""
+def test_joined_layout_orders_the_blocks_of_two_sections_by_head():
+    """One head has 2 tokens and then 1 more, the other 1 and then 2."""
     layout, order = BlockLayout((((2, 1),),), 32, torch.device("cpu")).joined(((1, 2),))
     numbers = torch.zeros(4, 32, 1)
     numbers[0, :2, 0], numbers[1, :1, 0] = torch.tensor([1.0, 2]), torch.tensor([4.0])
@@ -84,8 +84,8 @@ def test_a_head_grows_by_sections():
     )
 
 
-def test_two_heads_by_hand():
-    """A head keeps a key that scores ln 3 and sees the tail's 0: weights 3/4 and 1/4."""
+def test_coded_attention_of_two_heads_equals_a_worked_example():
+    """The scores of the kept key and of the tail are ln 3 and 0: weights 3/4 and 1/4."""
     layout = BlockLayout((((1, 0),),), 32, torch.device("cpu"))
     key = torch.tensor(3.0).log().expand(1, 32, 1)
     zeros, fours = torch.zeros(1, 2, 1, 1), torch.full((1, 2, 1, 1), 4.0)
@@ -102,14 +102,14 @@ def test_two_heads_by_hand():
 
 
 @pytest.mark.parametrize("spread", [2**20, 1])
-def test_blocked_equals_the_reference(spread, monkeypatch):
-    """Also where one block at a time is spread out."""
+def test_blocked_coded_attention_equals_the_reference(spread, monkeypatch):
+    """A `spread` of 1 unpacks one block at a time."""
     monkeypatch.setattr(blocked, "UNPACKED_ELEMENTS", spread)
     require_reference("blocked")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_in_low_precision_blocked_is_no_further_from_float64_than_the_reference_allows(dtype):
+def test_blocked_coded_attention_equals_the_reference_in_low_precision(dtype):
     arguments = coded_states(LENGTHS["very uneven"], 3, (4, 4), dtype=dtype)
     got = attended(coded_attention, arguments, impl="blocked")
     expected = attended(coded_attention, arguments, impl="reference")

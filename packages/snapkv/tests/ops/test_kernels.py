@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize("cases", ["vote_cases", "ragged_cases", "coded_cases"])
-def test_in_the_interpreter_they_err_no_more_than_the_reference(cases):
+def test_kernels_in_the_interpreter_are_as_accurate_as_the_reference(cases):
     run(f"tests.ops.{cases}", "triton", TRITON_INTERPRET="1")
 
 
@@ -25,7 +25,7 @@ def test_in_the_interpreter_they_err_no_more_than_the_reference(cases):
     "capability",
     [pytest.param(one, marks=() if one in (80, 120) else pytest.mark.slow) for one in DEVICES],
 )
-def test_compiled_for_a_device_they_fit_into_its_registers_and_shared_memory(capability, tmp_path):
+def test_compiled_kernels_fit_into_registers_and_shared_memory(capability, tmp_path):
     run("tests.ops.compile_cases", str(capability), TRITON_CACHE_DIR=str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Attention to heads of different length: the reference by hand, the others by the reference."""
+"""Attention to heads of different lengths: a reference, and implementations that equal it."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ FAST = ("flash", "blocked")
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("queries", QUERIES)
-def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
+def test_reference_attention_equals_that_of_each_head_alone(queries, options):
     lengths = LENGTHS["tiny"]
     arguments = with_options(states(lengths, queries), options)
     scores = arguments["score_options"]
@@ -48,14 +48,14 @@ def test_the_reference_pays_the_attention_of_every_head_alone(queries, options):
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_all_equal_the_reference(impl):
+def test_ragged_attention_equals_the_reference(impl):
     require_reference(impl)
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize("narrow", [("values",), ("keys", "values"), ("queries", "tail_values")])
-def test_states_of_several_types_count_as_of_the_widest(impl, narrow):
-    """As they are under autocast, where rotating makes keys float32 again, and values stay."""
+def test_states_of_mixed_dtypes_are_computed_in_the_widest_dtype(impl, narrow):
+    """Under autocast, rotation returns float32 keys, while values keep their dtype."""
     given = states(LENGTHS["whole blocks"], 3, dim_v=20)
     given |= {name: given[name].bfloat16() for name in narrow}
     wide = given | {name: given[name].float() for name in narrow}
@@ -66,11 +66,11 @@ def test_states_of_several_types_count_as_of_the_widest(impl, narrow):
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_low_precision_errs_no_more_than_twice_as_much_as_eager(impl, dtype):
+def test_low_precision_error_is_at_most_twice_that_of_eager_attention(impl, dtype):
     require_no_more_error_than_eager(impl, dtype)
 
 
-def test_what_flash_attention_cannot_do_is_refused_and_auto_does_it_in_blocks():
+def test_flash_refuses_unsupported_inputs_and_auto_uses_blocked_for_them():
     plain = states(LENGTHS["whole blocks"], 3, dim_v=20)
     wanting = {**plain, "queries": plain["queries"].clone().requires_grad_()}
     for given, why in (
@@ -85,7 +85,7 @@ def test_what_flash_attention_cannot_do_is_refused_and_auto_does_it_in_blocks():
         assert torch.equal(attended(ragged_attention, given), same)
 
 
-def test_gradients_are_those_of_the_definition():
+def test_gradients_equal_those_of_eager_attention():
     names = ("queries", "keys", "values", "tail_keys", "tail_values")
     found = []
     for attend in (lambda given: attended(ragged_attention, given), eager):
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_definition():
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_every_token_stands_in_exactly_one_piece_of_its_head(lengths):
+def test_every_token_is_in_exactly_one_piece_of_its_head(lengths):
     layout, total = RaggedLayout(lengths, torch.device("cpu")), sum(map(sum, lengths))
     blocks, edges = layout.pieces.cut(torch.arange(total)[:, None])
     shown = torch.cat([blocks, edges])[..., 0].masked_fill(layout.pieces.hidden[:, 0], -1)
@@ -107,7 +107,7 @@ def test_every_token_stands_in_exactly_one_piece_of_its_head(lengths):
         assert mine[mine >= 0].sort().values.tolist() == list(range(start, stop))
 
 
-def test_auto_takes_what_fits_the_size(monkeypatch):
+def test_auto_chooses_the_implementation_by_size(monkeypatch):
     taken = []
     for impl in FAST:
         monkeypatch.setitem(ragged._IN_TORCH, impl, lambda *a, i=impl, **o: taken.append(i))
@@ -123,14 +123,14 @@ on_cuda = [
 
 
 @pytest.mark.parametrize("impl", [pytest.param("triton", marks=on_cuda)])
-def test_the_kernel_on_a_device_equals_the_reference(impl):
+def test_kernel_on_a_gpu_equals_the_reference(impl):
     require_reference(impl, "cuda")
     for dtype in (torch.bfloat16, torch.float16):
         require_no_more_error_than_eager(impl, dtype, "cuda")
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
-def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device, monkeypatch):
+def test_auto_uses_the_kernel_on_a_gpu_unless_gradients_are_needed(device, monkeypatch):
     arguments, said = states(LENGTHS["tiny"], 1, device=device), []
     monkeypatch.setattr(choice, "log_choice", lambda operation, impl, where: said.append(impl))
     attended(ragged_attention, arguments)
@@ -143,8 +143,8 @@ def test_auto_takes_the_kernel_on_a_device_where_no_gradient_is_wanted(device, m
 
 @pytest.mark.parametrize("queries", [3, 40])
 @pytest.mark.parametrize("impl", ["reference", *FAST])
-def test_a_tree_of_queries_is_as_if_each_path_were_alone(impl, queries):
-    """Every query's output is what it gets where only its ancestors and it are read."""
+def test_queries_of_a_tree_attend_as_if_their_path_were_alone(impl, queries):
+    """The output of a query equals the one after reading only its ancestors and itself."""
     lengths, dim_v = (((5, 2), (1, 7)), 20) if impl == "flash" else (LENGTHS["tiny"], 6)
     arguments = states(lengths, queries, dim_v=dim_v)
     parents = [0, *(max(0, node - 1 - node % 3) for node in range(1, queries))]
@@ -166,7 +166,7 @@ def test_a_tree_of_queries_is_as_if_each_path_were_alone(impl, queries):
         torch.testing.assert_close(got[:, :, node], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_layout_first_used_without_gradients_serves_with_them():
+def test_layout_first_used_in_inference_mode_supports_gradients():
     arguments = states(LENGTHS["tiny"], 1)
     with torch.inference_mode():
         attended(ragged_attention, arguments, impl="blocked")

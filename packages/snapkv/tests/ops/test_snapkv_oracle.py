@@ -41,7 +41,7 @@ def oracle_scores(layer, policy, row=0):
 
 
 def oracle_kept(layer, policy, row=0):
-    """What each head of one unpadded row keeps, one ascending list per head."""
+    """Return the positions that the oracle keeps in an unpadded row, as a list for each head."""
     prompt_tokens = layer.keys.shape[2]
     heads = layer.queries.shape[1] if policy.group_reduce == "none" else layer.keys.shape[1]
     if prompt_tokens <= policy.window_size:
@@ -59,7 +59,7 @@ def oracle_kept(layer, policy, row=0):
 
 
 def our_kept(selection, layer, row=0):
-    """What each head of one row keeps, positions counted from the row's first real token."""
+    """Return the positions of one row that `selection` keeps, counted after its padding."""
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     filler = 0 if selection.padding_slots is None else int(selection.padding_slots[row])
     indices = selection.keep_indices[row]
@@ -75,10 +75,10 @@ def our_kept(selection, layer, row=0):
     kernel_size=[1, 5, 7, 13],
     heads={"mha": (2, 2), "gqa": (4, 2)},
 )
-def test_the_loops_and_we_keep_the_set_of_the_papers_listing_1(
+def test_kept_positions_equal_the_oracle_and_listing_1_of_the_paper(
     beyond_budget, dtype, pooling, window_size, kernel_size, heads
 ):
-    """Up to ties at the cut, of which the listing's `topk` promises no order."""
+    """The sets may differ in ties at the cut, because `topk` of the listing orders ties freely."""
     (query_heads, kv_heads), budget = heads, window_size + 24
     policy = SnapKV(
         budget,
@@ -127,7 +127,7 @@ POOLINGS = [
     with_sinks=[False, True],
     softcap=[None, 3.0],
 )
-def test_every_mode_equals_the_loops(window_reduce, group_reduce, pooling, with_sinks, softcap):
+def test_every_mode_equals_the_oracle(window_reduce, group_reduce, pooling, with_sinks, softcap):
     reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
     policy = SnapKV(budget=18, window_size=6, **reduced, **pooling)
     layer = random_layer(
@@ -146,8 +146,8 @@ def test_every_mode_equals_the_loops(window_reduce, group_reduce, pooling, with_
 
 
 @pytest.mark.parametrize("group_reduce", ["mean", "max", "sum"])
-def test_heads_that_share_one_stored_latent_vote_together(group_reduce):
-    """Latent attention: attention sees keys per head, the cache stores one latent for all."""
+def test_heads_that_share_a_stored_latent_vote_together(group_reduce):
+    """In latent attention, every head has its own keys, and the cache stores one latent for all."""
     policy = SnapKV(budget=18, window_size=6, kernel_size=3, group_reduce=group_reduce)
     layer = random_layer(4, query_heads=4, kv_heads=4, prompt_tokens=45, query_tokens=6)
     votes = [
@@ -162,7 +162,7 @@ def test_heads_that_share_one_stored_latent_vote_together(group_reduce):
 
 @pytest.mark.parametrize("group_reduce", ["mean", "none"])
 def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
-    """The window is kept whole, also those of its tokens that cast no vote."""
+    """Tokens of the window that cast no vote are kept, too."""
     policy = SnapKV(budget=18, window_size=6, kernel_size=3, group_reduce=group_reduce)
     layer = random_layer(4, prompt_tokens=45, query_tokens=6)
     layer = replace(layer, queries=layer.queries[:, :, -2:])
@@ -181,8 +181,8 @@ def test_fewer_queries_than_the_window_vote_on_the_prefix_only(group_reduce):
 
 
 @pairs(window_reduce=["mean", "max"], voters=[2, 6, 16], group_reduce=["mean", "max", "none"])
-def test_more_or_fewer_tokens_vote_than_are_kept(window_reduce, voters, group_reduce):
-    """Of all positions before the window; of voters too, on which the largest votes count less."""
+def test_any_number_of_voters_equals_the_oracle(window_reduce, voters, group_reduce):
+    """Voters vote on all positions before the window, including those of other voters."""
     reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
     policy = SnapKV(budget=18, window_size=6, kernel_size=1, voters=voters, **reduced)
     assert policy.query_tokens == voters
@@ -211,7 +211,7 @@ def test_more_or_fewer_tokens_vote_than_are_kept(window_reduce, voters, group_re
 
 
 @pytest.mark.parametrize("pooling", ["max", "avg"])
-def test_a_kernel_wider_than_the_prefix(pooling):
+def test_pooling_kernel_may_be_wider_than_the_prefix(pooling):
     votes = torch.rand(1, 2, 10)
     wide, pair = 2**40 + 1, (2**39, 2**39)
     expected = reference.pool_votes(votes, pair, pooling)
@@ -221,7 +221,7 @@ def test_a_kernel_wider_than_the_prefix(pooling):
 
 
 @pairs(window_size=[1, 6], group_size=[1, 3], with_sinks=[False, True], softcap=[None, 3.0])
-def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
+def test_votes_equal_the_oracle(window_size, group_size, with_sinks, softcap):
     layer = random_layer(
         7,
         query_heads=2 * group_size,
@@ -248,7 +248,7 @@ def test_votes_equal_the_loops(window_size, group_size, with_sinks, softcap):
     pooling=["max", "avg"],
     prefix_tokens=[1, 2, 5, 30],
 )
-def test_pooling_equals_the_loops(prefix_tokens, pooling, kernel_size):
+def test_pooled_votes_equal_the_oracle(prefix_tokens, pooling, kernel_size):
     votes = torch.randn(2, 2, prefix_tokens, generator=torch.Generator().manual_seed(0))
     pooled = ops.pool_votes(votes, kernel_size, pooling)
     for ours, own in zip(pooled.flatten(0, 1), votes.flatten(0, 1), strict=True):

@@ -1,4 +1,4 @@
-"""Every step by kernels: as right as the reference, chosen where they can run."""
+"""Triton kernels for votes are as accurate as the reference and are chosen where they can run."""
 
 import importlib.util
 from functools import partial
@@ -29,7 +29,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("run", OPERATIONS.values(), ids=OPERATIONS)
-def test_a_kernel_is_refused_where_it_cannot_run(run, monkeypatch):
+def test_triton_is_refused_on_a_cpu_and_without_its_package(run, monkeypatch):
     reason = "on the device cpu" if importlib.util.find_spec("triton") else "the package"
     with pytest.raises(InvalidArgumentError, match=rf"'triton' .*{reason}.*impl='auto'"):
         run(impl="triton")
@@ -38,7 +38,7 @@ def test_a_kernel_is_refused_where_it_cannot_run(run, monkeypatch):
         run(impl="triton")
 
 
-def test_what_the_kernels_do_not_know_is_named(monkeypatch):
+def test_reason_names_the_unsupported_input_of_a_kernel(monkeypatch):
     monkeypatch.setattr(choice, "INTERPRETED", True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     wide = torch.zeros(1, 1, 4, 264)
@@ -51,7 +51,7 @@ def test_what_the_kernels_do_not_know_is_named(monkeypatch):
     assert "gradients" in api._obstacle("fade_votes", wide)
 
 
-def test_gpus_of_older_generations_are_named(monkeypatch):
+def test_reason_names_the_compute_capability_of_old_gpus(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     states = torch.zeros(1, 1, 4, 64)
@@ -69,7 +69,7 @@ on_cuda = [
 
 @pytest.mark.parametrize("impl", [pytest.param("triton", marks=on_cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_kernels_on_a_device_err_no_more_than_the_reference(impl, dtype):
+def test_kernels_on_a_gpu_are_as_accurate_as_the_reference(impl, dtype):
     few = {"kinds": ("", "all"), "reduces": ("none", "mean")}  # a second of compiling for each
     require_votes(impl, dtype, "cuda", shapes=("gqa-63", "several splits", "window 1"), **few)
     require_fading(impl, "cuda", lengths=(0, 1, 1025, 2100), decays=(1e-300, 0.9, 1 - 1e-9))
@@ -77,12 +77,12 @@ def test_the_kernels_on_a_device_err_no_more_than_the_reference(impl, dtype):
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked", pytest.param("triton", marks=on_cuda)])
-def test_a_largest_vote_that_is_no_number_stays_none(impl):
+def test_largest_vote_of_nan_scores_stays_nan(impl):
     require_unlike_numbers(impl, "cuda" if impl == "triton" else "cpu")
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_cuda)])
-def test_reading_a_prompt_on_a_device_runs_the_kernels(device, monkeypatch):
+def test_prefill_on_a_gpu_runs_the_kernels(device, monkeypatch):
     ran = []
     choose = api._implementation
 

@@ -44,7 +44,7 @@ def example(query_heads=1):
     return worked_layer(column(*KEYS), queries=torch.cat(heads, dim=1), scaling=LN2)
 
 
-def test_the_oracle_agrees_with_the_paper_example():
+def test_oracle_equals_the_worked_example():
     keys = [[key] for key in KEYS]
     assert oracle.head_votes([[1.0], [0.0]], keys, LN2) == pytest.approx(VOTES, abs=1e-15)
     assert oracle.pool([5, 7, 5, 11], 3, "max") == [7, 7, 11, 11]
@@ -82,7 +82,7 @@ VOTED = {  # the first query, keys, options, pads, votes
 
 
 @pytest.mark.parametrize(("first", "keys", "options", "pads", "votes"), VOTED.values(), ids=VOTED)
-def test_the_window_votes(first, keys, options, pads, votes):
+def test_window_votes_equal_the_worked_example(first, keys, options, pads, votes):
     scoring = ops.ScoreOptions(**{"scaling": LN2} | options)
     pad_tokens = torch.tensor([pads]) if pads else None
     states = ops.AttentionStates(column(first, 0.0), column(*keys), scoring, pad_tokens)
@@ -91,7 +91,7 @@ def test_the_window_votes(first, keys, options, pads, votes):
     assert (found[0, 0] == 0).tolist() == [vote == 0 for vote in votes]
 
 
-def test_grouped_heads_of_the_worked_example():
+def test_reduced_votes_of_grouped_heads_equal_the_worked_example():
     layer = example(query_heads=2)
     votes = ops.window_votes(replace(layer, score_options=ops.ScoreOptions(scaling=LN2)))
     assert votes.dtype == torch.float32
@@ -115,14 +115,14 @@ def test_grouped_heads_of_the_worked_example():
         ([], 0.5, []),
     ],
 )
-def test_fading_of_the_worked_example(votes, decay, expected, impl):
+def test_faded_votes_equal_the_worked_example(votes, decay, expected, impl):
     faded = ops.fade_votes(torch.tensor(votes).view(1, 1, -1), decay, impl=impl)
     assert faded[0, 0].tolist() == expected
     assert oracle.fade(votes, decay) == expected
 
 
 @pytest.mark.parametrize("counts", [[1, 1], [5, 5], [17, 17], [3, 12], [30, 1]])
-def test_every_way_to_the_best_of_tied_scores_is_the_plain_one(counts):
+def test_selection_among_tied_scores_prefers_lower_positions(counts):
     scores = torch.randint(4, (2, 3, 17), generator=torch.Generator().manual_seed(0)).float()
     plain = [
         [sorted(sorted(range(17), key=lambda slot: -head[slot])[:count]) for head in row]
@@ -136,12 +136,12 @@ def test_every_way_to_the_best_of_tied_scores_is_the_plain_one(counts):
     assert ops.keep_best(scores, kept).tolist() == filled
 
 
-def test_a_score_that_is_no_number_is_kept():
+def test_position_with_a_nan_score_is_kept():
     scores = torch.tensor([[[3.0, 1.0, float("nan"), 2.0]]])
     assert ops.keep_best(scores, [2]).tolist() == [[[0, 2]]]
 
 
-def test_rows_and_heads_that_keep_fewer_begin_with_minus_one():
+def test_indices_of_rows_and_heads_that_keep_fewer_begin_with_minus_one():
     scores = torch.tensor([[[9.0, 1.0, 5.0, 7.0, 3.0]], [[99.0, 98.0, 97.0, 2.0, 1.0]]])
     kept = ops.keep_best(scores, [3, 1], torch.tensor([0, 3]))
     assert kept[:, 0].tolist() == [[0, 2, 3], [-1, -1, 3]]
@@ -167,7 +167,7 @@ FADING = {"pooling": "fading", "sink_tokens": 0}
         (FADING | {"decay": 0.9}, 5, [1, 2, 3, 4, 5]),  # 5, 7, 6.3, 11
     ],
 )
-def test_selection_of_the_worked_example(pooling, budget, expected):
+def test_selection_equals_the_worked_example(pooling, budget, expected):
     policy = SnapKV(budget, window_size=2, **pooling)
     assert policy.select(example()).keep_indices.tolist() == [[expected]]
 
@@ -188,7 +188,7 @@ LARGEST = {0: [4 / 15, 2 / 15, 2 / 15, 24 / 95], 1: [0.4, 0.0, 2 / 15, 0.3]}
 
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 @pytest.mark.parametrize("sinks", LARGEST)
-def test_the_largest_vote_of_the_worked_example(sinks, impl):
+def test_largest_votes_equal_the_worked_example(sinks, impl):
     layer = worked_prompt(BY_QUERY, 6)
     largest, summed = ops.largest_votes(
         layer,
@@ -201,7 +201,7 @@ def test_the_largest_vote_of_the_worked_example(sinks, impl):
     assert summed[0, 0].tolist() == close([0.5, 0.0, 0.2, 0.3])
 
 
-def test_votes_below_the_mean_are_raised_to_it_in_their_order():
+def test_votes_below_the_mean_are_raised_almost_to_the_mean_in_their_order():
     """The mean of 4/15, 2/15, 2/15, 24/95 is 56/285; that of 0, 2/15, .3 without the sink 13/90."""
     policy = SnapKV(6, window_size=2, pooling="fading", decay=0.5, window_reduce="max")
     for sinks, mean in ((0, 56 / 285), (1, 13 / 90)):
@@ -211,7 +211,7 @@ def test_votes_below_the_mean_are_raised_to_it_in_their_order():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_gathering_copies_the_kept_rows_only(heads):
+def test_gather_copies_only_the_kept_positions(heads):
     # More tokens than any memory holds: a copy of the whole cannot even be allocated.
     tokens = 2**45
     states = torch.ones(1).expand(1, 2, tokens, 8)

@@ -1,4 +1,4 @@
-"""States of odd shapes, and what every implementation of each step makes of them."""
+"""Cases for votes: states of odd shapes, and checks for every implementation of each step."""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""One budget for all layers: the best scores of all of them are kept, and their number is exact."""
+"""One budget for all layers: the best scores of all layers are kept, in the exact number."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ POLICY = AcrossLayers(SnapKV(24, window_size=4))
 
 
 def kept_of(policy, prompts, layers=None):
-    """For every row, layer and head the positions that layers keep which have read prompts."""
+    """Return the kept positions for every row, layer and head."""
     layers = ended(policy, prompts) if layers is None else layers
     pads = prompts[0].pad_tokens
     firsts = [0] * len(prompts[0].keys) if pads is None else pads.tolist()
@@ -46,7 +46,7 @@ def kept_of(policy, prompts, layers=None):
 
 
 def best_of_all(policy, layers, row):
-    """The same, out of one list of all scores of a row, plainly."""
+    """Return the positions to keep in `row`, from one sorted list of its scores."""
     scorer, window, found, total = policy.policy, policy.policy.window_size, [], 0
     pads = [0 if each.pad_tokens is None else int(each.pad_tokens[row]) for each in layers]
     heads = [(at, head) for at, each in enumerate(layers) for head in range(each.keys.shape[1])]
@@ -81,8 +81,8 @@ def best_of_all(policy, layers, row):
     ]
 
 
-def test_by_hand():
-    """A window of 1 and a sink each; 2 more on average, 8 of 4 heads: 4 sinks and the best 4."""
+def test_layers_share_one_budget_as_in_a_worked_example():
+    """Beside the window, 4 heads keep 2 positions on average: 4 sinks and the best 4."""
     layers = [
         rated_layer([[0.0, 0.9, 0.8, 0.7, 9.0], [0.0, 0.1, 0.05, 0.0, 9.0]], num_layers=2),
         rated_layer(
@@ -103,8 +103,8 @@ def test_by_hand():
     protects=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_what_is_kept_is_the_best_of_all(lengths, heads, limit, window, sinks, protects, seed):
-    """Many ties; layers of different heads; pads; what must stay; tokens, a ratio, bytes."""
+def test_best_scores_of_all_layers_are_kept(lengths, heads, limit, window, sinks, protects, seed):
+    """Cases have ties, padding, protected positions, different heads, and every kind of budget."""
     sizes = {"window_size": window, "sink_tokens": sinks}
     if isinstance(limit, float):
         policy = AcrossLayers(KVzip(keep_ratio=limit, **sizes))
@@ -133,8 +133,8 @@ def test_what_is_kept_is_the_best_of_all(lengths, heads, limit, window, sinks, p
     assert kept == [best_of_all(policy, layers, row) for row in range(len(lengths))]
 
 
-def test_heads_win_blocks_of_codes_by_hand():
-    """A window of 1, and 0.9 in its block; two tokens a block; 0.05 would fill half of one."""
+def test_scores_of_blocks_of_codes_equal_a_worked_example():
+    """Blocks have two tokens; the window shares one with 0.9, and 0.05 would fill half of one."""
     i = math.inf
     ranked = torch.tensor([[0.9, 0.1, 0.5, 0.3, 0.2, 0.05, i], [0.1, 0.4, 0.6, 0.2, -i, 0.3, i]])
     expected = [[i, 0.15, 0.4, 0.4, 0.15, -i, i], [0.15, 0.35, i, 0.15, -i, 0.35, i]]
@@ -149,8 +149,8 @@ def test_heads_win_blocks_of_codes_by_hand():
     share=st.integers(9, 20),
     seed=st.integers(0, 1000),
 )
-def test_of_bytes_in_few_bits_heads_win_whole_blocks(lengths, heads, depth, share, seed):
-    """Each keeps its best; no block that is left is better than one kept; the bytes are spent."""
+def test_byte_budget_keeps_the_best_whole_blocks_of_codes(lengths, heads, depth, share, seed):
+    """No evicted block is better than a kept one, and the bytes are spent."""
     policy = AcrossLayers(KVzip(f"{share}%", window_size=2, sink_tokens=1))
     prompts, full_bytes = [], 0
     sizes = {"kv_heads": heads, "query_heads": heads, "query_tokens": 0, "head_dim": 32}
@@ -185,8 +185,8 @@ def test_of_bytes_in_few_bits_heads_win_whole_blocks(lengths, heads, depth, shar
     assert min(given, all_whole) - spent < 1792 * heads * len(lengths), "a block of every head"
 
 
-def test_a_budget_by_votes_needs_no_other_layer():
-    """Every head keeps what is voted for, whatever other heads and layers do."""
+def test_auto_budget_of_a_layer_does_not_depend_on_other_layers():
+    """Every head keeps the positions with large votes, whatever other heads and layers keep."""
     layer = layer_with_scores([[0.3, 0.1, 0.02, 0.2], [0.01, 0.02, 0.5, 0.01]])
     scorer = SnapKV(AutoBudget(lost_vote=0.05, least=1), window_size=1, kernel_size=1)
     kept = AcrossLayers(scorer).select(layer)
@@ -202,10 +202,10 @@ def test_a_budget_by_votes_needs_no_other_layer():
     lost=st.integers(1, 6),
     seed=st.integers(0, 1000),
 )
-def test_a_row_keeps_by_votes_what_it_keeps_alone(
+def test_row_with_an_auto_budget_keeps_the_same_positions_as_alone(
     lengths, depth, kv_heads, window_reduce, lost, seed
 ):
-    """Where few of all votes are lost, so that some rows, heads and layers keep everything.
+    """The bound loses so few votes that some rows, heads and layers keep everything.
 
     The mean of a row's heads rounds up to all of the row there, and some of its heads drop a token.
     """
@@ -238,10 +238,10 @@ def test_a_row_keeps_by_votes_what_it_keeps_alone(
             assert [[{at - before for at in head} for head in one] for one in row] == expected
 
 
-def test_twice_the_budget_and_a_layer_are_held_at_most(monkeypatch):
-    """While a prompt is read; the tensors of all layers, counted at every attention call.
+def test_prefill_holds_at_most_twice_the_budget_and_one_layer(monkeypatch):
+    """The tensors of all layers are counted at every attention call of the prefill.
 
-    No two layers are little to hold.
+    A limit of 0 bytes keeps layers from waiting for each other.
     """
     monkeypatch.setattr(layer_group, "MOST_BYTES", {"cpu": 0})
     config = tiny_config("llama")
@@ -261,7 +261,7 @@ def test_twice_the_budget_and_a_layer_are_held_at_most(monkeypatch):
     assert held[-1] == 12 * layer_bytes * 24 // 256
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_methods_with_incomparable_scores_and_single_layers_are_refused():
     for policy in (PyramidKV(40), CriticalKV(KVzip(40))):
         with pytest.raises(
             InvalidArgumentError, match=r"policy: the scores of .* cannot be compared"
@@ -273,7 +273,7 @@ def test_what_cannot_be_is_refused_by_name():
         POLICY.select(random_layer(0, prompt_tokens=TOKENS, query_tokens=4))
 
 
-def test_layers_with_a_window_of_their_own_take_no_part():
+def test_layers_with_sliding_windows_have_no_part_in_the_budget():
     model = tiny_model("gemma3_text")
     cache = CompressedCache(model, POLICY)
     call(model, cache, random_ids(1, TOKENS))

@@ -1,4 +1,4 @@
-"""A budget that the votes choose, and what is said of the votes that were lost."""
+"""Budgets that are chosen from the votes, and the report of the lost votes."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ SHARES = torch.tensor(
 )
 
 
-def test_what_must_stay_is_counted_per_head():
+def test_required_positions_are_counted_for_each_head():
     assert AutoBudget(lost_vote=0.002).count_required(SHARES).tolist() == [[3, 3]]
     assert AutoBudget(lost_vote=0.06).count_required(SHARES).tolist() == [[2, 2]]
     assert AutoBudget(lost_vote=0.3).count_required(SHARES).tolist() == [[0, 1]]
 
 
-def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
+def test_bound_on_lost_votes_falls_for_rows_longer_than_1024_tokens():
     shares = torch.tensor([0.004, 0.0015, 0.0006]).repeat(2, 1, 2048)[..., :4096]
     shares[1, 0, : 4096 - 1500] = -torch.inf  # pads
     shares[1, 0, -476:] = 0.0
@@ -39,7 +39,7 @@ def test_the_bound_falls_as_a_row_is_longer_than_a_thousand_tokens():
 @pytest.mark.parametrize(
     ("voted", "expected"), [(0, 4), (4, 4), (7, 7), (12, 12), (50, 12)], ids=str
 )
-def test_floor_and_cap(voted, expected):
+def test_auto_budget_stays_between_its_least_and_most(voted, expected):
     budget = AutoBudget(least=4, most=20)
     layer = random_layer(0, prompt_tokens=108, query_tokens=8)
     votes = torch.zeros(1, 2, 100).index_fill(2, torch.arange(voted), 1.0)
@@ -51,10 +51,10 @@ def test_floor_and_cap(voted, expected):
     window_size=[1, 3, 8],
     window_reduce=["mean", "max"],
 )
-def test_votes_are_compared_as_attention_whatever_the_window(
+def test_compared_shares_equal_the_attention_of_any_window(
     window_reduce, window_size, group_reduce
 ):
-    """As its mean, or the largest of any query, none of which is raised to its head's mean."""
+    """Shares are the mean or the maximum over queries, and are not raised to the head's mean."""
     reduced = {"window_reduce": window_reduce, "group_reduce": group_reduce}
     policy = SnapKV("auto", window_size=window_size, kernel_size=1, **reduced)
     layer = random_layer(0, prompt_tokens=30, query_tokens=window_size)
@@ -69,7 +69,7 @@ def test_votes_are_compared_as_attention_whatever_the_window(
     torch.testing.assert_close(rated, expected.get(group_reduce, votes.mean(dim=2)))
 
 
-def test_lost_votes_of_a_hand_worked_choice():
+def test_lost_votes_equal_a_worked_example():
     votes = torch.tensor([[[4.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]]])
     shares = torch.tensor([[[0.4, 0.4, 0.3, 0.3], [0.0, 0.0, 0.0, 0.0]]])
     kept = torch.tensor([[[-1, 0, 2, 4, 5], [0, 1, 2, 4, 5]]])  # 4 and 5 are the window
@@ -85,7 +85,7 @@ def _prompt(rows=1, tokens=160, pads=0):
     return ids, mask
 
 
-def test_the_report_says_what_was_lost():
+def test_report_has_the_lost_votes():
     model, (ids, _) = tiny_model("llama"), _prompt()
     small, large = (read(model, SnapKV(n, window_size=8), ids).report() for n in (16, 80))
     assert 0 < large["lost_votes"] < small["lost_votes"] < 1
@@ -95,7 +95,7 @@ def test_the_report_says_what_was_lost():
     assert read(model, KeyDiff(40), ids).report()["lost_votes"] is None
 
 
-def test_who_names_no_policy_gets_the_default_one():
+def test_cache_and_document_without_a_policy_have_the_default_policy():
     model = tiny_model("llama")
     assert CompressedCache(model).policy == default_policy()
     assert Document(model, random_ids(1, 30))._cache.policy == default_policy()

@@ -1,4 +1,4 @@
-"""A budget of bytes: what is held at the end of a prompt is what was given, or just below it."""
+"""Budgets in bytes: the cache holds the given bytes after a prompt, or slightly less."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -28,7 +28,7 @@ BARE = TokenCost(full_bytes=8, block_bytes=8)
 
 
 def worked(cost, tokens, depth=0, pads=(0,)):
-    """One of two layers, whose tokens cost what is said."""
+    """Return one of two layers, whose tokens have the given cost."""
     states = torch.zeros(len(pads), 1, tokens, 2, dtype=torch.float16)
     pad_tokens = torch.tensor(pads) if any(pads) else None
     place = {"layer_idx": depth, "depth": depth, "num_layers": 2}
@@ -49,21 +49,21 @@ def worked(cost, tokens, depth=0, pads=(0,)):
         ("12%", CODES, [16, 16]),  # of 800 bytes 96, nothing left over
     ],
 )
-def test_on_paper(budget, cost, of_each):
+def test_tokens_of_each_layer_equal_a_worked_example(budget, cost, of_each):
     budget = ByteBudget.read(budget)
     prefixes = [Prefix(worked(cost, 50, depth), 1, 2) for depth in (0, 1)]
     assert [1 + budget.counts(prefix, None)[0] for prefix in prefixes] == of_each
 
 
-def test_a_share_is_of_each_rows_own_prompt_and_bytes_are_not():
+def test_share_is_of_the_prompt_of_each_row_and_bytes_are_for_every_row():
     layer = worked(BARE, 50, pads=(0, 30))
     prefix = Prefix(layer, window_size=1, sink_tokens=1)
     assert ByteBudget(share=0.2).counts(prefix, None) == [9, 3]
     assert ByteBudget(bytes=160).counts(prefix, None) == [9, 9]
 
 
-def test_what_tokens_cost_on_paper():
-    """Two heads of 32 numbers, float32: 512 bytes a token. Scales and least numbers take two."""
+def test_cost_of_a_token_equals_a_worked_example():
+    """Two heads of 32 float32 numbers take 512 bytes a token; scales and minima take two bytes."""
     states = torch.ones(1, 2, 50, 32)
     store = DenseStore().fill(states, states, 2)
     assert store.token_cost(2, None) == TokenCost(full_bytes=512, block_bytes=512)
@@ -73,7 +73,7 @@ def test_what_tokens_cost_on_paper():
     assert found == TokenCost(full_bytes=512, block_bytes=block_bytes, block_tokens=32)
 
 
-def test_numbers_beyond_float16_cost_wider_scales():
+def test_values_beyond_float16_cost_wider_scales():
     states = torch.full((1, 2, 50, 32), 1e5)
     store = DenseStore().fill(states, states, 2)
     assert store.token_cost(2, KVCodes(8, 8)).block_bytes == 4 * (1024 + 256)
@@ -97,8 +97,8 @@ def held(cache):
     ],
     ids=str,
 )
-def test_held_bytes_are_what_was_given_or_just_below(quantize, budget, tokens):
-    """Against the tensors of a cache with a number of tokens: one more in a layer is too many."""
+def test_held_bytes_are_below_the_budget_by_less_than_one_token(quantize, budget, tokens):
+    """One more token in any layer would exceed the budget."""
     model, ids = tiny_model("llama"), random_ids(1, tokens)
     cache = read(model, SnapKV(budget, **WINDOW), ids, quantize=quantize)
     found = ByteBudget.read(budget)
@@ -111,7 +111,7 @@ def test_held_bytes_are_what_was_given_or_just_below(quantize, budget, tokens):
             assert sum(held(cache)) - own + larger > given
 
 
-def test_protected_tokens_stay_within_the_bytes():
+def test_protected_tokens_are_kept_within_the_budget_in_bytes_or_refused():
     model, ids = tiny_model("llama"), random_ids(1, 300)
     cache = read(model, SnapKV("20%", **WINDOW), ids, protect=[(10, 50)])
     assert set(range(10, 50)) <= set(cache.kept_positions(0)[0, 0].tolist())
@@ -120,8 +120,8 @@ def test_protected_tokens_stay_within_the_bytes():
 
 
 @pytest.mark.parametrize(("around", "too_far"), [(AdaKV, 232), (AcrossLayers, 263)])
-def test_what_heads_protect_in_codes_fits_the_bytes_or_is_refused(around, too_far):
-    """AdaKV's heads may fill a block in part, which leaves room for fewer."""
+def test_protected_tokens_in_codes_fit_the_budget_in_bytes_or_are_refused(around, too_far):
+    """The heads of AdaKV may fill a block partly, so fewer tokens fit."""
     model, ids = tiny_model("llama"), random_ids(1, 300)
     policy = around(KVzip("30%", window_size=4, sink_tokens=0))
     cache = CompressedCache(model, policy, quantize="int8", protect=[(10, too_far)])
@@ -146,7 +146,7 @@ def test_what_heads_protect_in_codes_fits_the_bytes_or_is_refused(around, too_fa
         ("7B", {"bytes": 7}),
     ],
 )
-def test_texts_and_files_make_the_same(text, made):
+def test_budget_from_a_text_equals_one_from_numbers_and_from_a_file(text, made):
     policy = SnapKV(text)
     assert policy.budget == ByteBudget(**made)
     assert policy.describe()["budget"] == {"bytes": {"share": None, "bytes": None} | made}
@@ -156,14 +156,14 @@ def test_texts_and_files_make_the_same(text, made):
 @pytest.mark.parametrize(
     "budget", ["0%", "101%", "-5%", "0B", "-4MiB", {"bytes": {}}, {"bytes": {"part": 1}}]
 )
-def test_what_is_no_budget(budget):
+def test_invalid_budget_in_bytes_is_refused(budget):
     with pytest.raises(
         InvalidArgumentError, match=r"^budget[^\n]*expected [^\n]*, but got [^\n]*\. [A-Z][^\n]*\.$"
     ):
         SnapKV(budget)
 
 
-def test_too_few_for_the_window_and_the_sinks():
+def test_budget_smaller_than_window_and_sinks_is_refused_with_the_smallest_one():
     model, ids = tiny_model("llama"), random_ids(1, 100)
     policy = SnapKV("3000B", sink_tokens=4, **WINDOW)
     for quantize, least in ((None, "6,144 bytes"), ("int8", "5,376 bytes")):

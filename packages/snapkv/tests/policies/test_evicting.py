@@ -1,4 +1,4 @@
-"""What every policy that evicts while generating promises, step by step."""
+"""Methods that evict during generation, by worked examples for each decode step."""
 
 import copy
 from dataclasses import replace
@@ -26,8 +26,8 @@ KINDS = {"special_ids": tuple(range(3, 12)), "punctuation_ids": tuple(range(12, 
 @pytest.mark.parametrize(
     "policy", [SnapKV(100), H2O(100), TOVA(100), StreamingLLM(100)], ids=lambda policy: policy.name
 )
-def test_gradients_flow_through_what_is_kept(policy):
-    """Where the budget holds all, they are those of transformers' own cache."""
+def test_gradients_equal_those_of_the_full_cache_if_nothing_is_evicted(policy):
+    """The reference is transformers' own cache."""
     model, gradients = copy.deepcopy(tiny_model("llama")).requires_grad_(False), []
     embed, step = model.get_input_embeddings(), random_ids(1, 2, seed=1)
     for cache in (DynamicCache(config=model.config), CompressedCache(model, policy)):
@@ -39,7 +39,7 @@ def test_gradients_flow_through_what_is_kept(policy):
     torch.testing.assert_close(*gradients)
 
 
-def test_crops_of_what_was_evicted_are_refused():
+def test_crop_is_refused_after_an_eviction():
     model = tiny_model("llama")
     cache = CompressedCache(model, METHODS["tova"])
     call(model, cache, random_ids(1, PROMPT))
@@ -61,7 +61,7 @@ PROMPT_ROWS = [
 DECODE_ROW = [0.3, 0.1, 0.35, 0.05, 0.2]  # over the positions 0, 2, 4, 5, 6
 
 
-def test_h2o_by_hand():
+def test_h2o_equals_a_worked_example():
     policy = H2O(heavy=2, recent=2)
     selection = policy.select(worked_prompt(PROMPT_ROWS, 6))
     sums = torch.tensor([3.3, 0.85, 1.15, 0.25, 0.25, 0.2])
@@ -74,26 +74,26 @@ def test_h2o_by_hand():
     assert eviction.keep_indices.tolist() == [[[0, 1, 3, 4]]], "token 4 goes, tokens 5 and 6 stay"
 
 
-def test_tova_by_hand():
+def test_tova_evicts_the_position_with_the_least_attention():
     eviction = TOVA(4).evict(worked_step([DECODE_ROW], 5, scores=torch.zeros(1, 1, 5)))
     assert eviction.keep_indices.tolist() == [[[0, 1, 2, 4]]], "position 5 has the least attention"
 
 
-def test_tova_asks_all_heads_by_hand():
-    """Of the means .3, .35 and .35 the first is the least; to the first head it is the last."""
+def test_tova_evicts_by_the_mean_of_all_heads():
+    """The first of the means .3, .35 and .35 is the smallest; in the first head the last is."""
     rows = [0.5, 0.4, 0.1], [0.1, 0.3, 0.6]
     one, other = (worked_step([row], 3, scores=torch.zeros(1, 1, 3)) for row in rows)
     step = replace(one, queries=torch.cat([one.queries, other.queries], dim=1))
     assert TOVA(2).evict(step).keep_indices.tolist() == [[[1, 2]]]
 
 
-def test_streaming_llm_by_hand():
+def test_streaming_llm_keeps_the_first_and_the_last_tokens():
     selection = StreamingLLM(start=2, recent=3).select(worked_prompt([[0.1] * 10], 10))
     assert selection.keep_indices.tolist() == [[[0, 1, 7, 8, 9]]]
 
 
-def test_two_methods_by_hand():
-    """SnapKV keeps what H2O would drop, and H2O goes on with its own sums of those kept."""
+def test_h2o_after_snapkv_equals_a_worked_example():
+    """SnapKV keeps tokens that H2O would evict, and H2O continues with its own sums of them."""
     policy = PromptThenDecode(prompt=SnapKV(4, window_size=1, kernel_size=1), decode=H2O(4))
     selection = policy.select(
         worked_prompt([*PROMPT_ROWS[:5], [0.1, 0.2, 0.1, 0.25, 0.15, 0.2]], 6)
@@ -112,8 +112,8 @@ def test_two_methods_by_hand():
     assert eviction.keep_indices.tolist() == [[[0, 1, 3, 4]]]
 
 
-def test_sums_are_per_query_head_where_that_is_what_is_stored():
-    """As in a model that has a KV head for every query head."""
+def test_h2o_sums_are_per_query_head_if_query_heads_are_stored_separately():
+    """The reference is a layer with a KV head for every query head."""
     policy = PromptThenDecode(
         prompt=SnapKV(6, window_size=2, group_reduce="none"), decode=H2O(heavy=4, recent=4)
     )

@@ -1,4 +1,4 @@
-"""FastGen by hand, its profile against the whole matrix, and what each kind of head holds.
+"""FastGen: worked examples of its profile and decode steps, token ids and punctuation.
 
 What it shares with the other methods that evict is in `test_evicting.py`.
 """
@@ -47,15 +47,15 @@ FIFTHS = {"local_ratio": 0.2, "frequent_ratio": 0.2}  # one token each
         (0.985, LOCAL, [0, 1, 2, 4]),
     ],
 )
-def test_the_profile_by_hand(recovery, choice, kept):
-    """Retained: special .80, + punctuation .91, + token 1 .97, + the query itself .99."""
+def test_profile_of_a_head_equals_a_worked_example(recovery, choice, kept):
+    """Special tokens recover .80; with punctuation .91, with token 1 .97, with token 4 .99."""
     selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(PROMPT_BY_HAND)
     assert selection.head_notes.tolist() == [[[choice, 1]]]
     assert selection.keep_indices.tolist() == [[kept]]
 
 
 @pytest.mark.parametrize("recovery", [0.995, 1.0])
-def test_where_nothing_else_recovers_enough_everything_is_kept(recovery):
+def test_head_keeps_everything_if_no_smaller_choice_recovers_enough(recovery):
     selection = FastGen(recovery, **BY_HAND, **FIFTHS).select(PROMPT_BY_HAND)
     assert selection.keep_indices.tolist() == [[[0, 1, 2, 3, 4]]]
     assert selection.head_notes is None
@@ -68,7 +68,7 @@ INF = float("inf")
 
 
 def step_of(choice, token, *, held=HELD, noted=(INF, 0.3, INF, 0.05)):
-    """The step by hand: tokens 0 and 2 are special and punctuation, 1 and 4 words."""
+    """Return the decode step: token 0 is special, 2 is punctuation, 1 and 4 are words."""
     return worked_step(
         [STEP_ROW],
         5,
@@ -92,13 +92,13 @@ def step_of(choice, token, *, held=HELD, noted=(INF, 0.3, INF, 0.05)):
         (LOCAL, 13, [0, 1, 2, 4]),  # the new one is the last one
     ],
 )
-def test_a_step_by_hand(choice, token, kept):
+def test_decode_step_of_each_kind_of_head_equals_a_worked_example(choice, token, kept):
     eviction = FastGen(**BY_HAND, **FIFTHS).evict(step_of(choice, token))
     assert eviction.keep_indices.tolist() == [[kept]]
 
 
-def test_more_tokens_are_frequent_as_the_text_grows():
-    """Ten tokens seen: a fifth is two. The new one takes the place that falls free."""
+def test_number_of_frequent_tokens_grows_with_the_text():
+    """A fifth of ten tokens is two, so a second frequent token is kept."""
     step = step_of(FREQUENT, 13, held=[0, 1, 2, 8, 9], noted=(INF, 0.3, INF, 0.0))
     policy = FastGen(**BY_HAND, **FIFTHS)
     assert policy.evict(step).keep_indices.tolist() == [[[0, 1, 2, 3]]]
@@ -118,7 +118,7 @@ def call(model, cache, ids):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])  # the first layer slides in the second
-def test_tokens_that_nobody_announced_are_refused_before_any_are_stored(family):
+def test_tokens_without_announced_ids_are_refused_before_any_is_stored(family):
     model, ids = tiny_model(family), random_ids(2, PROMPT)
     cache = CompressedCache(model, FastGen(0.8, **KINDS))
     with pytest.raises(
@@ -137,14 +137,14 @@ def test_tokens_that_nobody_announced_are_refused_before_any_are_stored(family):
         assert torch.equal(call(model, cache, token), call(model, fresh, token))
 
 
-def test_ids_that_are_none_are_refused():
+def test_invalid_token_ids_are_refused():
     cache = CompressedCache(tiny_model("llama"), FastGen(0.8, **KINDS))
     for wrong in ([1, 2], torch.zeros(3, dtype=torch.long), torch.zeros(1, 3)):
         with pytest.raises(InvalidTypeError, match=r"token_ids: expected a tensor of integers"):
             cache.expect_tokens(wrong)
 
 
-def test_embeddings_are_refused():
+def test_input_embeddings_without_token_ids_are_refused():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     cache = CompressedCache(model, FastGen(0.8, **KINDS))
     embeds = model.get_input_embeddings()(ids)
@@ -156,7 +156,7 @@ def test_embeddings_are_refused():
 # Special tokens and punctuation.
 
 
-def test_variants_with_a_space_and_single_bytes_are_punctuation():
+def test_punctuation_includes_variants_with_a_space_and_single_bytes():
     vocabulary = ["<unk>", "<s>", "▁.", ".", "<0x2E>", "<0xE2>", "▁word", "word", "▁", "!?", "$"]
     own = Tokenizer(
         models.BPE(
@@ -180,7 +180,7 @@ def test_variants_with_a_space_and_single_bytes_are_punctuation():
     assert FastGen().describe()["special_ids"] is None
 
 
-def test_a_marker_of_several_tokens_is_found_where_they_follow_each_other():
+def test_marker_of_several_tokens_is_found_only_as_a_sequence():
     ids = torch.tensor([[7, 8, 9, 1, 7, 8], [7, 9, 7, 8, 9, 9]])
     marks = [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0]]
     assert found(ids, (1, (7, 8, 9))).int().tolist() == marks

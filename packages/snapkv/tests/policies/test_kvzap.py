@@ -1,4 +1,4 @@
-"""KVzap by hand and by loops over what its gate looks at, its files, and what it refuses."""
+"""KVzap: worked scores, scores by plain loops, files of gates, and refusals."""
 
 import math
 import random
@@ -22,8 +22,8 @@ from tests.gates import drawn_gate
 from tests.ops.states import pad_left, random_layer, rotate, worked_layer
 
 
-def test_scores_by_hand():
-    """Two tokens before a window of one, keys of two numbers that do not turn, values of one."""
+def test_scores_equal_a_worked_example():
+    """Two tokens precede a window of one; keys have two numbers without rotation, values one."""
     weights = [1, 10, 100, 0, 1000, 0, 2, 3, 4, 5, 6]  # keys, squares, value, norms, places, 1
     layer = worked_layer(
         keys=torch.tensor([[[[3.0, 4.0], [0.0, 2.0], [9.0, 9.0]]]]),
@@ -41,7 +41,7 @@ def test_scores_by_hand():
 
 
 def plain_scores(gate, layer):
-    """Of a row without pads, token by token and number by number, (heads, T)."""
+    """Compute the scores of an unpadded row by plain loops, (heads, T)."""
     T = layer.keys.shape[2]
     keys = rotate(layer.keys, -torch.arange(T)[None])[0].tolist()
     values, weights = layer.values[0].tolist(), gate.weights[layer.depth].tolist()
@@ -56,7 +56,7 @@ def plain_scores(gate, layer):
     return scores
 
 
-def test_scores_are_those_of_loops_also_in_pieces_and_of_padded_rows(monkeypatch):
+def test_scores_of_padded_rows_in_pieces_equal_those_of_plain_loops(monkeypatch):
     monkeypatch.setattr("snapkv.policies.gate._AT_ONCE", 7)
     gate = drawn_gate(layers=1)
     rows = [random_layer(seed, prompt_tokens=n, query_tokens=0) for seed, n in ((3, 20), (4, 9))]
@@ -67,7 +67,7 @@ def test_scores_are_those_of_loops_also_in_pieces_and_of_padded_rows(monkeypatch
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_file_gives_the_gate_back_and_a_changed_byte_is_refused(tmp_path):
+def test_gate_is_read_from_its_file_and_a_damaged_file_is_refused(tmp_path):
     gate, path = drawn_gate(layers=2, heads=1, size=2, model="ab"), tmp_path / "gate"
     content = gate.as_file()
     path.write_bytes(content)
@@ -87,7 +87,7 @@ def test_a_file_gives_the_gate_back_and_a_changed_byte_is_refused(tmp_path):
             read_gate(path)
 
 
-def test_what_is_no_gate_is_refused(tmp_path, monkeypatch):
+def test_invalid_gates_are_refused(tmp_path, monkeypatch):
     for given, error, said in (
         (tmp_path / "none", InvalidArgumentError, "could not be read"),
         (tmp_path, InvalidArgumentError, "could not be read"),
@@ -106,7 +106,7 @@ def test_what_is_no_gate_is_refused(tmp_path, monkeypatch):
         read_gate(tmp_path / "large")
 
 
-def test_a_gate_of_other_sizes_or_none_is_refused_where_it_is_asked():
+def test_selection_without_a_gate_or_with_one_of_other_sizes_is_refused():
     layer = random_layer(0, prompt_tokens=20, query_tokens=0)
     for gate in (drawn_gate(1, 3), drawn_gate(1, 2, 4), drawn_gate(2)):
         with pytest.raises(InvalidArgumentError, match=r"gate: expected \(.* of the model"):
@@ -115,7 +115,7 @@ def test_a_gate_of_other_sizes_or_none_is_refused_where_it_is_asked():
         KVzap(8, window_size=2).select(layer)
 
 
-def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
+def test_model_uses_its_own_gate_and_refuses_those_of_other_models(gates, tmp_path):
     model, other = tiny_model("llama"), tiny_model("qwen2")
     with pytest.raises(UnsupportedModelError, match="Run `snapkv study fit-gate"):
         CompressedCache(model, AdaKV(KVzap(24, window_size=4)))
@@ -128,7 +128,7 @@ def test_a_model_goes_by_its_own_gate_and_by_no_others(gates, tmp_path):
 
 
 @pytest.mark.parametrize("around", [lambda p: p, AdaKV], ids=["alone", "adakv"])
-def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
+def test_saved_cache_contains_its_gate(gates, tmp_path, around):
     model, ids = tiny_model("llama"), random_ids(1, 60)
     stored = remember_gate(drawn_gate(model=digest_of(model)))
     cache = read(model, around(KVzap(24, window_size=4)), ids)
@@ -140,7 +140,7 @@ def test_a_saved_cache_brings_its_gate(gates, tmp_path, around):
     assert kept_of(loaded) == kept_of(cache)
 
 
-def test_the_demo_has_a_gate(demo):
+def test_demo_model_has_a_gate(demo):
     gate = known_gate(demo.model)
     assert gate is not None
     assert CompressedCache(demo.model, KVzap(40, window_size=8)).policy.gate == gate

@@ -1,4 +1,4 @@
-"""LagKV by hand, by loops over Python floats, and where a piece has no lag."""
+"""LagKV by worked examples, with shared latents and with pieces that have no lag."""
 
 import math
 from dataclasses import replace
@@ -16,8 +16,8 @@ FAR, NEAR = [3.0, 0.0], [2.0, 2.0]
 """Scaled by it (1, 0), which deviates by the root of a half, and (0.5, 0.5), which does not."""
 
 
-def test_by_hand():
-    """A sink, the pieces (FAR, NEAR) and LAG, and a token that fills none; a window of one."""
+def test_scores_and_selection_equal_a_worked_example():
+    """The prompt has a sink, the pieces (FAR, NEAR) and LAG, and a window of one token."""
     layer = worked_layer(torch.tensor([[[[9.0, -9.0], FAR, NEAR, *LAG, [5.0, 5.0]]]]))
     policy = LagKV(4, window_size=1, lag_size=2, sink_tokens=1)
     power = math.exp(math.sqrt(0.5))
@@ -33,7 +33,7 @@ def test_by_hand():
     assert replace(policy, budget=3).select(layer).keep_indices.tolist() == [[[0, 4, 5]]]
 
 
-def test_heads_that_share_a_latent_are_rated_together():
+def test_score_of_a_shared_latent_is_the_mean_over_its_heads():
     layer = random_layer(3, prompt_tokens=40, query_tokens=1)
     policy = LagKV(20, window_size=4, lag_size=6, cross_scoring=True)
     shared = policy.score(replace(layer, stored_heads=1))
@@ -43,7 +43,7 @@ def test_heads_that_share_a_latent_are_rated_together():
 
 
 def test_channel_that_does_not_vary_in_the_lag_counts_as_zero():
-    """Of two pieces; in the second one both channels are the same for both tokens."""
+    """Both channels are equal for both tokens of the second piece, the lag of the first."""
     layer = worked_layer(torch.tensor([[[FAR, NEAR, LAG[0], LAG[0], [5.0, 5.0]]]]))
     policy = LagKV(4, window_size=1, lag_size=2, sink_tokens=0, cross_scoring=True)
     assert policy.score(layer)[0, 0, :2].tolist() == [0.5, 0.5]

@@ -1,4 +1,4 @@
-"""A method of somebody's own: what it returns is used as it has to be, or refused by name."""
+"""Scores of a user-defined method are used as they are, or refused by name."""
 
 import contextlib
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def around(how):
     ],
     ids=["axes", "window", "heads", "rows", "integers", "list", "none"],
 )
-def test_scores_of_another_shape_or_kind_are_refused(wrapped, scored_by, got):
+def test_scores_of_wrong_shape_or_type_are_refused(wrapped, scored_by, got):
     model = tiny_model("llama")
     policy = around(wrapped)(Own(24, window_size=8, scored_by=scored_by))
     cache = CompressedCache(model, policy)
@@ -50,8 +50,8 @@ def test_scores_of_another_shape_or_kind_are_refused(wrapped, scored_by, got):
 
 
 @pytest.mark.parametrize("wrapped", [None, AdaKV, CriticalKV], ids=["alone", "adakv", "criticalkv"])
-def test_scores_that_are_no_numbers_are_refused_by_name(wrapped):
-    """In one layer, whose scores are asked of behind the last."""
+def test_nan_scores_are_refused_with_the_name_of_the_method(wrapped):
+    """Only one layer has NaN scores, which are checked after the last layer."""
     asked = iter(range(100))
 
     def in_the_second_layer(scores):
@@ -70,7 +70,7 @@ def test_scores_that_are_no_numbers_are_refused_by_name(wrapped):
 
 
 @pytest.mark.parametrize("pads", [0, 9])
-def test_pads_may_have_any_score(pads):
+def test_padding_may_have_any_score(pads):
     model, ids = tiny_model("llama"), random_ids(1, 60)
     mask = torch.ones_like(ids)
     mask[:, :pads] = 0

@@ -1,4 +1,4 @@
-"""A selection of a method of somebody's own: used as it is if it is right, or refused by name."""
+"""Selections of a user-defined method are used as they are, or refused by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ TOKENS, KEPT = 60, 20
 
 @dataclass(frozen=True)
 class Chosen(Policy):
-    """Selects what a function gives of the layer, and of the indices that would be right."""
+    """A method that returns `made_by(layer, indices)`, where `indices` would be right."""
 
     name: ClassVar[str] = "chosen"
     query_tokens: ClassVar[int] = 0
@@ -36,21 +36,21 @@ class Chosen(Policy):
 
 @dataclass(frozen=True)
 class Budgeted(Chosen):
-    """The same for later turns that choose of what is stored."""
+    """A `Chosen` with a budget, so that it can compress later turns."""
 
     budget: ClassVar[int] = KEPT
 
 
 @dataclass(frozen=True)
 class Stacked(Chosen):
-    """The same of several layers at once."""
+    """A `Chosen` that selects for several layers at once."""
 
     can_select_stacked: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class WithWindow(PrefixPolicy):
-    """The same of a kind of method that promises to keep the last tokens."""
+    """A method like `Chosen` of a class that must keep the window."""
 
     name: ClassVar[str] = "with-window"
     query_tokens: ClassVar[int] = 0
@@ -69,7 +69,7 @@ def right_indices(layer):
 
 
 def with_entries(*changes):
-    """Indices of which some are others, in the last row and head alone."""
+    """Return a function that changes some indices of the last row and head."""
 
     def made_by(layer, indices):
         for place, index in changes:
@@ -156,7 +156,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", [*WRONG, "a list, then tova"])
-def test_a_wrong_selection_is_refused_by_name(name):
+def test_wrong_selection_is_refused_with_its_problem_and_remedy(name):
     name, _, then = name.partition(", then")
     made_by, said, remedy = WRONG[name]
     policy = Chosen(made_by)
@@ -169,8 +169,8 @@ def test_a_wrong_selection_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize("counts", [[[0, 0], [0, 0]], [[3, 7], [1, 0]], [[20, 2], [5, 5]]])
-def test_entries_that_no_head_keeps_take_no_part(counts):
-    """The tokens seen are all of the prompt, however many entries the widest head uses."""
+def test_entries_that_no_head_keeps_are_ignored(counts):
+    """The whole prompt counts as seen, even if no head keeps as many entries as were returned."""
     made_by = saying(head_tokens=torch.tensor(counts))
     cache = read(tiny_model("llama"), Chosen(made_by), random_ids(2, TOKENS))
     call(cache.model, cache, random_ids(2, 1))
@@ -180,7 +180,7 @@ def test_entries_that_no_head_keeps_take_no_part(counts):
     assert (cache.get_seq_length(), held.tolist()) == (TOKENS + 1, counts)
 
 
-def test_the_layer_is_named_and_the_cache_can_be_used_again():
+def test_error_names_the_layer_and_the_cache_works_after_reset():
     layers = []
 
     def wrong_in_the_third(layer, indices):
@@ -196,7 +196,7 @@ def test_the_layer_is_named_and_the_cache_can_be_used_again():
     assert cache.report().kept_tokens == KEPT
 
 
-def test_of_stacked_layers_the_right_one_is_named():
+def test_error_of_stacked_layers_names_the_layer_with_the_wrong_selection():
     def wrong_in_the_third(layer, indices):
         assert layer.stacked == 4
         indices[5, 1, 3] = 44  # of two rows in each layer
@@ -210,7 +210,7 @@ def test_of_stacked_layers_the_right_one_is_named():
 
 
 @pytest.mark.parametrize("turns", ["compress", "recall"])
-def test_a_wrong_selection_of_a_later_turn_is_refused(turns):
+def test_wrong_selection_of_a_later_turn_is_refused(turns):
     calls = []
 
     def wrong_later(layer, indices):
@@ -226,7 +226,7 @@ def test_a_wrong_selection_of_a_later_turn_is_refused(turns):
 
 
 @pytest.mark.parametrize("change", [lambda each: each - KEPT, lambda each: each[..., :0]])
-def test_a_window_that_is_promised_is_kept(change):
+def test_selection_without_the_promised_window_is_refused(change):
     policy = WithWindow(24, window_size=8, made_by=with_indices(change))
     said = r"in layer 0, but got fewer tokens than the window of the last 8.*inherit from Policy"
     with pytest.raises(InvalidArgumentError, match=said):
@@ -234,7 +234,7 @@ def test_a_window_that_is_promised_is_kept(change):
 
 
 def by_heads(layer, indices):
-    """Heads of different length; rows may have 9 pads."""
+    """Select different numbers of tokens for each head; 9 tokens of a row may be padding."""
     kept = torch.zeros(2, 2, TOKENS, dtype=torch.bool)
     kept[0, 0, 30:50] = kept[1, :, 40:] = True
     kept[0, 1, [10, 59]] = True
@@ -260,13 +260,13 @@ RIGHT = {
 
 @pytest.mark.parametrize("pads", [0, 9])
 @pytest.mark.parametrize("made_by", RIGHT.values(), ids=RIGHT)
-def test_a_right_selection_passes(made_by, pads):
+def test_right_selection_is_accepted(made_by, pads):
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
     mask[0, :pads] = 0
     read(tiny_model("llama"), Chosen(made_by), random_ids(2, TOKENS), mask)
 
 
-def test_padding_is_not_kept_for_a_token():
+def test_selection_of_padding_is_refused():
     mask = torch.ones(2, TOKENS, dtype=torch.int64)
     mask[1, :50] = 0
     with pytest.raises(InvalidArgumentError, match=r"got indices of padding among .*pad_tokens"):
@@ -281,7 +281,7 @@ class Infinite(SnapKV):
         return torch.full_like(super().score(layer), torch.inf)
 
 
-def test_infinite_scores_leave_the_window_of_every_head_in_its_place_across_layers():
+def test_infinite_scores_across_layers_do_not_evict_the_window_of_any_head():
     cache = read(
         tiny_model("llama"), AcrossLayers(Infinite(KEPT, window_size=4)), random_ids(2, 60)
     )

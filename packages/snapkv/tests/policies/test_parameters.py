@@ -1,4 +1,4 @@
-"""Parameters of the policies: what is refused, and how; what is stored; what is equal."""
+"""Parameters of the policies: refusals, stored values, and equality."""
 
 import dataclasses
 import json
@@ -194,7 +194,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "given", "error", "argument", "said"), REFUSED)
-def test_a_bad_parameter_is_refused_in_one_line(make, given, error, argument, said):
+def test_bad_parameter_is_refused_in_one_line(make, given, error, argument, said):
     """The line names the argument, the problem and the remedy, in this order."""
     with pytest.raises(error) as caught:
         make(**given)
@@ -205,7 +205,7 @@ def test_a_bad_parameter_is_refused_in_one_line(make, given, error, argument, sa
     assert isinstance(caught.value, TypeError if error is TYPE else ValueError)
 
 
-def test_the_smallest_parameters_are_accepted():
+def test_smallest_parameters_are_accepted_and_positional_ones_refused():
     policy = SnapKV(budget=2, window_size=1, kernel_size=1)
     assert (policy.budget, policy.window_size, policy.kernel_size) == (2, 1, 1)
     assert SnapKV(keep_ratio=1e-9).keep_ratio == 1e-9
@@ -252,7 +252,7 @@ def test_parameters_are_stored_unchanged_and_defaults_are_filled_in():
     assert SnapKV(pooling="fading", sink_tokens=0).sink_tokens == 0
 
 
-def test_policies_are_values():
+def test_policies_with_equal_parameters_are_equal():
     """Equal parameters make equal policies, usable as keys; any difference makes another."""
     plain = SnapKV()
     assert plain == SnapKV(1024)
@@ -275,7 +275,7 @@ def test_policies_are_values():
         plain.budget = 5
 
 
-def test_the_registry_holds_every_method_by_its_own_name():
+def test_registry_contains_every_method_under_its_name():
     names = snapkv.policies.__all__
     assert sorted(set(names)) == names
     public = [getattr(snapkv.policies, name) for name in names]
@@ -294,7 +294,7 @@ def test_the_registry_holds_every_method_by_its_own_name():
         method()  # every method has usable defaults
 
 
-def test_what_a_wrapper_says_of_itself():
+def test_wrapper_describes_itself_and_its_inner_policy():
     inner = SnapKV(64).describe()
     critical = CriticalKV(SnapKV(64))
     assert critical.describe() == {"name": "criticalkv", "policy": inner, "first_share": 0.5}
@@ -302,13 +302,13 @@ def test_what_a_wrapper_says_of_itself():
 
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0.4, "0.6"), (2, "0.25"), ("half", "0.25")])
-def test_a_ratio_to_remove_becomes_one_to_keep(ratio, kept):
+def test_error_for_compression_ratio_suggests_the_equal_keep_ratio(ratio, kept):
     with pytest.raises(InvalidTypeError, match=rf"Write SnapKV\(keep_ratio={kept}, window_size=64"):
         SnapKV(compression_ratio=ratio)
 
 
 @pytest.mark.parametrize("name", ["replace_llama", "replace_mistral", "SnapKVCluster"])
-def test_names_of_the_authors_package_point_to_the_page_about_it(name):
+def test_error_for_names_of_the_authors_package_names_the_migration_page(name):
     with pytest.raises(
         ImportError, match=rf"{name} is a name of the authors'.*see docs/migrating\.md"
     ):
@@ -316,7 +316,7 @@ def test_names_of_the_authors_package_point_to_the_page_about_it(name):
 
 
 @pytest.mark.parametrize("name", ["Library", "app", "cli", "library", "plan"])
-def test_names_that_moved_say_which_package_has_them_now(name):
+def test_error_for_a_moved_name_names_its_new_package(name):
     with pytest.raises(ImportError, match=rf"^snapkv: {name} is in .*import snapkv_app"):
         getattr(snapkv, name)
 
@@ -329,7 +329,7 @@ HALF = 0.5  # which all of them hold
 
 
 @pytest.mark.parametrize("number", INTEGERS)
-def test_integers_of_other_libraries_are_pythons(number):
+def test_integers_of_other_libraries_are_converted_to_int(number):
     n = number
     pairs = [
         (SnapKV(n(64), window_size=n(8), voters=n(9)), SnapKV(64, window_size=8, voters=9)),
@@ -354,7 +354,7 @@ def test_integers_of_other_libraries_are_pythons(number):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_numbers_of_other_libraries_are_pythons(number):
+def test_floats_of_other_libraries_are_converted_to_float(number):
     half = number(HALF)
     pairs = [
         (SnapKV(keep_ratio=half), SnapKV(keep_ratio=HALF)),
@@ -375,7 +375,7 @@ def test_numbers_of_other_libraries_are_pythons(number):
 
 
 @pytest.mark.parametrize("truth", [True, np.True_, torch.tensor(True)])
-def test_truth_values_are_no_numbers(truth):
+def test_booleans_are_refused_as_numbers(truth):
     for make in (
         lambda: SnapKV(truth),
         lambda: SnapKV(window_size=truth),
@@ -388,14 +388,14 @@ def test_truth_values_are_no_numbers(truth):
     assert PyramidKV(published=truth).published is True
 
 
-def test_what_is_no_number_stays_refused():
+def test_values_that_are_not_integers_are_refused_as_budget():
     for given in (np.array([64]), np.float64(64), torch.tensor(64.0), "64", Decimal(64)):
         with pytest.raises(InvalidTypeError, match="budget: expected"):
             SnapKV(given)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_kvpress_idioms_point_to_the_page_about_it(name):
+def test_error_for_kvpress_idioms_names_the_migration_page(name):
     with pytest.raises(
         InvalidTypeError, match=r"expected either keep_ratio.*[Ss]ee docs/migrating\.md"
     ):

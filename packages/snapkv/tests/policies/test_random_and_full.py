@@ -1,4 +1,4 @@
-"""The two baselines: a random choice that repeats itself, and no choice at all."""
+"""The random baseline repeats its selection and keeps every position equally often."""
 
 from dataclasses import replace
 
@@ -16,12 +16,12 @@ def kept(policy, layer):
     return policy.select(layer).keep_indices.tolist()
 
 
-def test_the_draw_does_not_depend_on_what_the_prompt_says():
+def test_random_selection_does_not_depend_on_the_prompt():
     policy = Random(budget=20, window_size=4)
     assert kept(policy, states(seed=0)) == kept(policy, states(seed=1))
 
 
-def test_seed_layer_and_head_each_have_a_draw_of_their_own():
+def test_random_selection_differs_between_seeds_layers_and_heads():
     layer = states()
     first = kept(Random(budget=20, window_size=4), layer)[0]
     other_seed = kept(Random(budget=20, window_size=4, seed=1), layer)[0]
@@ -30,7 +30,7 @@ def test_seed_layer_and_head_each_have_a_draw_of_their_own():
     assert len(set(draws)) == len(draws) == 6
 
 
-def test_the_draw_neither_uses_nor_disturbs_the_global_generator():
+def test_random_selection_neither_uses_nor_changes_the_global_generator():
     policy = Random(budget=20, window_size=4)
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
@@ -42,7 +42,7 @@ def test_the_draw_neither_uses_nor_disturbs_the_global_generator():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_the_draw_is_even():
+def test_random_selection_keeps_every_position_about_equally_often():
     """Every position before the window is kept about as often as any other."""
     layer = states(tokens=44, kv_heads=4)
     counts = torch.zeros(44)

@@ -1,4 +1,4 @@
-"""R-KV by hand, its redundancy and its importance against loops, and when it drops.
+"""R-KV: a worked example, and its redundancy and importance against plain loops.
 
 What it shares with the other methods that evict is in `test_evicting.py`.
 """
@@ -21,7 +21,7 @@ REPEATED = torch.tensor([[1.0, 0, 0, 0]] * 3 + [[0, 1, 0, 0], [0, 0, 1, 0], [0, 
 
 
 def step_of(layer, padding_slots=None, **fields):
-    """A step behind which the layer's states are all that is stored."""
+    """Return a decode step after which the cache stores exactly the layer's states."""
     columns = torch.arange(layer.keys.shape[2]).expand(*layer.keys.shape[:2], -1)
     common = {
         "queries": layer.queries,
@@ -36,7 +36,7 @@ def step_of(layer, padding_slots=None, **fields):
 
 
 def six_tokens():
-    """The window is the last token; its query pays the first five 4, 4, 4, 3 and 1 of 16 parts."""
+    """Return a prompt whose last query pays the first five tokens 4, 4, 4, 3 and 1 of 16 parts."""
     queries = torch.tensor([4.0, 3, 1, 100]).log()[None, None, None]
     return worked_layer(REPEATED[None, None], queries=queries)
 
@@ -46,8 +46,8 @@ def six_tokens():
     [(1.0, [0, 1, 2, 5]), (0.1, [2, 3, 4, 5]), (0.0, [2, 3, 4, 5])],
     ids=["importance alone", "the paper's", "redundancy alone"],
 )
-def test_a_drop_by_hand(mix_lambda, kept):
-    """Parts of the attention, 0.25 thrice, 0.1875 and 0.0625; redundancy 0.212, 0.180, else 0.152.
+def test_eviction_equals_a_worked_example(mix_lambda, kept):
+    """The attention is 0.25 thrice, 0.1875, 0.0625; the redundancy 0.212, 0.180, then 0.152.
 
     With 0.1 the scores of the first five are -0.166, -0.137, -0.112, -0.118 and -0.131. Where they
     tie, the lower position stays.
@@ -61,7 +61,7 @@ def test_a_drop_by_hand(mix_lambda, kept):
 
 
 def loop_redundancy(keys, threshold, exempt, pads):
-    """The definition in float64, one pair at a time."""
+    """Compute the redundancy by its definition in float64, one pair at a time."""
     result = torch.zeros(keys.shape[:3])
     for row, head in [(b, h) for b in range(keys.shape[0]) for h in range(keys.shape[1])]:
         own = [key / key.norm() for key in keys[row, head, pads[row] :].double()]
@@ -78,7 +78,7 @@ def loop_redundancy(keys, threshold, exempt, pads):
 
 
 def loop_attention(layer, heads, pads, prefix):
-    """The definition in float64, one score at a time."""
+    """Compute the attention by its definition in float64, one score at a time."""
     options, Hq = layer.score_options, layer.queries.shape[1]
     result = torch.zeros(layer.queries.shape[0], heads, prefix)
     for row in range(layer.queries.shape[0]):
@@ -126,7 +126,7 @@ def test_redundancy_equals_its_definition(pads, exempt, rows):
         "sinks": ScoreOptions(scaling=0.4, sink_logits=torch.tensor([0.3, 1.0, -2.0, 0.1])),
     },
 )
-def test_the_attention_of_groups_equals_its_definition(heads, pads, options):
+def test_attention_of_groups_equals_its_definition(heads, pads, options):
     kv_heads, groups = heads
     layer = random_layer(1, batch=2, prompt_tokens=11, query_tokens=3, kv_heads=kv_heads)
     layer = replace(layer, score_options=options)
@@ -136,7 +136,7 @@ def test_the_attention_of_groups_equals_its_definition(heads, pads, options):
 
 
 class Largest(TorchDispatchMode):
-    """How many values the largest tensor made has."""
+    """Records the number of values in the largest created tensor."""
 
     values = 0
 
@@ -147,7 +147,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_no_whole_matrix_of_similarities_is_held():
+def test_redundancy_holds_only_part_of_the_matrix_of_similarities():
     keys = random_layer(0, prompt_tokens=400, query_tokens=1).keys
     with Largest() as largest:
         redundancy(keys, threshold=0.5, most_cosines=20_000)

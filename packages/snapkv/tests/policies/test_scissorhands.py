@@ -1,4 +1,4 @@
-"""Scissorhands by hand, its counts against loops, and the queries it looks back at.
+"""Scissorhands by worked examples, and the budgets of its layers.
 
 What it shares with the other methods that evict is in `test_evicting.py`.
 """
@@ -14,18 +14,18 @@ ROWS = [
 ]
 
 
-def test_a_drop_by_hand():
-    """Positions 5 and 6 are recent; 3 was never pivotal, 1 and 4 only once."""
+def test_eviction_equals_a_worked_example():
+    """Positions 5 and 6 are recent; position 3 was never pivotal, and 1 and 4 only one time."""
     policy = Scissorhands(6, drop=3, history=3, recent=2)
     assert policy.evict(worked_step(ROWS, 7)).keep_indices.tolist() == [[[0, 2, 5, 6]]]
 
 
-def test_of_equal_counts_the_oldest_goes_first():
+def test_oldest_of_equally_pivotal_tokens_is_evicted_first():
     policy = Scissorhands(6, drop=2, history=3, recent=2)
     assert policy.evict(worked_step(ROWS, 7)).keep_indices.tolist() == [[[0, 2, 4, 5, 6]]]
 
 
-def test_a_prompt_in_one_pass_is_cut_to_the_budget():
+def test_prompt_read_in_one_pass_is_evicted_to_the_budget():
     prompt = worked_prompt(ROWS, 7)
     selection = Scissorhands(4, drop=1, history=3, recent=2).select(prompt)
     assert selection.keep_indices.tolist() == [[[0, 2, 5, 6]]]
@@ -33,7 +33,7 @@ def test_a_prompt_in_one_pass_is_cut_to_the_budget():
     assert whole.keep_indices.tolist() == [[list(range(7))]]
 
 
-def test_the_uniform_level_of_slots_is_above_that_of_tokens():
+def test_threshold_by_slots_is_higher_than_by_tokens():
     """Seven of twenty tokens are held: 0.1 is above 1/20 and not above 1/7."""
     row = [0.3, 0.1, 0.04, 0.16, 0.1, 0.1, 0.2]
     step = worked_step([row], 7, [0, 4, 8, 12, 16, 18, 19])
@@ -45,7 +45,7 @@ def test_the_uniform_level_of_slots_is_above_that_of_tokens():
     assert slots.tolist() == [[[0, 3, 6]]]
 
 
-def test_layer_budgets_rise_and_keep_their_mean():
+def test_layer_budgets_rise_and_have_the_given_mean():
     assert layer_budgets(100, 0.5, 5) == (50, 75, 100, 125, 150)
     assert layer_budgets(100, 0.0, 3) == (100, 100, 100)
     assert layer_budgets(100, 0.9, 1) == (100,)

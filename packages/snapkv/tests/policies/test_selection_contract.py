@@ -1,4 +1,4 @@
-"""What every policy that scores the prefix promises, whatever it scores: one suite for all.
+"""The properties that every policy that scores the prefix must have: one suite for all.
 
 A new method joins by itself. `Stated` reads its scores from the keys, so that the
 common part is tested with any scores there are: few distinct ones, hence many ties.
@@ -108,7 +108,7 @@ def kept_prefix(policy, tokens):
 
 
 def kept_sets(policy, layer, row=0):
-    """One ascending list per head, positions counted from the row's first real token."""
+    """Return an ascending list of kept positions for each head, counted after the padding."""
     selection = policy.select(layer)
     pads = 0 if layer.pad_tokens is None else int(layer.pad_tokens[row])
     if selection is None:
@@ -120,7 +120,7 @@ def kept_sets(policy, layer, row=0):
 
 
 def ranked_scores(policy, layer):
-    """A list per head of what places are won by: the scores, and above all of them the sinks."""
+    """Return the scores of each head, where sinks have infinite scores."""
     scores = policy.score(layer)[0]
     scores[:, : policy.sink_tokens] = math.inf
     return scores.tolist()
@@ -141,7 +141,7 @@ def rounding_cannot_decide(policy, layer):
 @given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
 @example(tokens=9, window_size=8, limit={"keep_ratio": 0.5}, seed=0)
 @example(tokens=10, window_size=8, limit={"beside_window": 1}, seed=0)
-def test_a_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
+def test_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
     method, tokens, window_size, limit, seed
 ):
     policy = make(method, window_size, limit)
@@ -165,8 +165,8 @@ def test_a_selection_is_ascending_in_range_and_exactly_as_long_as_promised(
 @every_method
 @check
 @given(tokens=prompt_lengths, window_size=window_sizes, limit=limits, seed=seeds)
-def test_of_equal_scores_the_lower_position_is_kept(method, tokens, window_size, limit, seed):
-    """Exactly, on the policy's own scores: whole numbers, or the plateaus of max pooling."""
+def test_lower_one_of_positions_with_equal_scores_is_kept(method, tokens, window_size, limit, seed):
+    """Ties are exact: scores are whole numbers, or plateaus of max pooling."""
     policy = make(method, window_size, limit)
     layer = layer_for(policy, tokens, seed)
     keep = kept_prefix(policy, tokens)
@@ -189,7 +189,7 @@ def test_of_equal_scores_the_lower_position_is_kept(method, tokens, window_size,
 @example(lengths=[12, 30], extra=2, window_size=8, limit={"beside_window": 8}, seed=0)
 @example(lengths=[12, 30, 1], extra=0, window_size=4, limit={"keep_ratio": 0.25}, seed=0)
 @example(lengths=[40, 9, 8, 7], extra=0, window_size=8, limit={"keep_ratio": 1.0}, seed=0)
-def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone_behind_its_fillers(
+def test_left_padded_row_keeps_the_same_positions_as_alone(
     method, lengths, extra, window_size, limit, seed
 ):
     policy = make(method, window_size, limit)
@@ -213,7 +213,7 @@ def test_a_left_padded_row_keeps_exactly_what_it_keeps_alone_behind_its_fillers(
 
 @given(ratio=st.floats(0.01, 1.0), lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=5))
 @check
-def test_a_ratio_is_taken_of_each_rows_own_prefix(ratio, lengths):
+def test_keep_ratio_applies_to_the_prefix_of_each_row(ratio, lengths):
     policy = Stated(keep_ratio=ratio, window_size=32)
     pads = max(lengths) - torch.tensor(lengths)
     layer = worked_layer(torch.empty(len(lengths), 1, max(lengths), 1), pad_tokens=pads)

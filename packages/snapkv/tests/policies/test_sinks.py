@@ -1,4 +1,4 @@
-"""Sinks: a row's first tokens stay in every head, within the budget, wherever a method is used."""
+"""Sinks: the first tokens of a row are kept in every head, within the budget, by every method."""
 
 import dataclasses
 
@@ -28,8 +28,8 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_sinks_with_the_lowest_scores_stay_in_every_head_and_row(wrap):
-    """Two sinks in each row, of which the second one has a pad in front."""
+def test_sinks_with_the_lowest_scores_are_kept_in_every_head_and_row(wrap):
+    """Each row has two sinks, and the second row begins with padding."""
     layer = rated_layer(
         [[[0.0, 0.0, 0.9, 0.3, 0.8, 0.0]], [[0.9, 0.0, 0.0, 0.3, 0.8, 0.0]]],
         output_weight=torch.ones(1, 1),
@@ -39,15 +39,15 @@ def test_sinks_with_the_lowest_scores_stay_in_every_head_and_row(wrap):
     assert kept(policy, layer) == [[[0, 1, 2, 5]], [[1, 2, 4, 5]]]
 
 
-def test_heads_share_out_what_the_sinks_leave_by_hand():
-    """Of four places a sink takes two; behind it one head has all winners, and a tenth is sure."""
+def test_adakv_distributes_the_budget_that_the_sinks_leave():
+    """The sinks take two of four places, and one head has the best scores for the other two."""
     layer = rated([0.0, 0.1, 0.9, 0.3, 0.8, 0.0], [0.0, 0.2, 0.1, 0.1, 0.0, 0.0])
     selection = AdaKV(KVzip(3, window_size=1, sink_tokens=1), safeguard=0.1).select(layer)
     assert selection.keep_indices.tolist() == [[[0, 2, 4, 5], [-1, -1, 0, 5]]]
     assert selection.head_tokens.tolist() == [[4, 2]]
 
 
-def test_a_method_of_ones_own_has_them_by_declaring_them():
+def test_user_defined_method_has_sinks_if_it_declares_sink_tokens():
     @dataclasses.dataclass(frozen=True)
     class Latest(PrefixPolicy):
         name = "latest"

@@ -1,4 +1,4 @@
-"""Spans that must stay, worked by hand, and against a loop over them."""
+"""Protected spans, by worked examples and against a plain loop."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from snapkv.errors import InvalidArgumentError, InvalidTypeError
 from snapkv.policies.spans import Spans
 
 
-def test_protected_positions_come_before_all_scores_and_count():
-    """Six positions, three stay. With 1 protected, the third best has to go."""
+def test_protected_positions_precede_all_scores_and_count_in_the_budget():
+    """Three of six positions are kept. If position 1 is protected, the third best is evicted."""
     scores = torch.tensor([[[4.0, 1.0, 2.0, 6.0, 3.0, 8.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]])
     assert ops.keep_best(scores, [3]).tolist() == [[[0, 3, 5], [3, 4, 5]]]
     protected = Spans.of("protect", [(1, 2)]).cover(torch.arange(6))[None, None]
@@ -20,7 +20,7 @@ def test_protected_positions_come_before_all_scores_and_count():
     assert kept.tolist() == [[[1, 3, 5], [1, 4, 5]]]
 
 
-def test_each_head_may_protect_slots_of_its_own_where_all_share_one_score():
+def test_heads_that_share_one_score_may_protect_different_slots():
     scores = torch.tensor([[[4.0, 3.0, 2.0, 1.0]]])
     protected = torch.tensor([[[False, False, True, False], [False, False, False, True]]])
     assert ops.keep_best(scores, [2], protected=protected).tolist() == [[[0, 2], [0, 3]]]
@@ -54,7 +54,7 @@ def covered_by_a_loop(spans, positions):
     positions=POSITIONS,
     dtype=st.sampled_from([torch.int64, torch.int32]),
 )
-def test_spans_cover_what_a_loop_over_them_covers(spans, positions, dtype):
+def test_spans_cover_the_same_positions_as_a_plain_loop(spans, positions, dtype):
     given_positions = torch.tensor(positions, dtype=dtype)
     covered = Spans.of("protect", spans).cover(given_positions)
     assert covered.dtype == torch.bool
@@ -81,8 +81,8 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_thousand_spans_take_no_more_operations_than_one():
-    """A request may name 1,024 spans, and whoever is scheduled with it would wait."""
+def test_cover_runs_as_many_operations_for_1024_spans_as_for_one():
+    """A request may have 1,024 spans, and requests in the same batch would have to wait."""
     counts = []
     for number in (1, 1024):
         spans = Spans.of("protect", [(3 * n, 3 * n + 2) for n in range(number)])

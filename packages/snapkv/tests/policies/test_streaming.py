@@ -1,4 +1,4 @@
-"""StreamingLLM numbers tokens by their place in the cache: the keys of its sinks are turned.
+"""StreamingLLM with positions in the cache: the keys of its sinks are rotated.
 
 How keys are turned in each family is judged in `tests/models/test_rotations.py`.
 """
@@ -29,7 +29,7 @@ ORIGINAL = StreamingLLM(BUDGET, start=START, positions="original")
 
 
 @pytest.mark.parametrize("family", ["llama", "cohere", "gpt_oss", "cohere2", "gemma3_text"])
-def test_only_the_keys_of_the_sinks_are_turned(family):
+def test_only_the_keys_of_the_sinks_are_rotated(family):
     model, ids = tiny_model(family, IMPLEMENTATIONS[family][0]), random_ids(2, PROMPT)
     moved, still = (read(model, policy, ids) for policy in (POLICY, ORIGINAL))
     for index in moved.compressed_layers:
@@ -44,8 +44,8 @@ def test_only_the_keys_of_the_sinks_are_turned(family):
         torch.testing.assert_close(*norms)
 
 
-def test_rounding_does_not_add_up():
-    """After twenty moves in bfloat16 a sink is as near to its true key as after one."""
+def test_rounding_errors_of_rotated_sinks_do_not_accumulate():
+    """A sink is as accurate after twenty rotations in bfloat16 as after one."""
     model = copy.deepcopy(unwrapped(tiny_model("llama"), "sdpa")).bfloat16()
     moved, still = (CompressedCache(model, policy) for policy in (POLICY, ORIGINAL))
     for token in random_ids(1, BUDGET + 20).split(1, dim=1):
@@ -70,7 +70,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("family", "rope", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_moved_is_refused_before_any_work(family, rope, message):
+def test_unsupported_rotations_are_refused_before_the_model_is_changed(family, rope, message):
     changes = {} if rope is None else {"rope_parameters": {"rope_theta": 1e4, **rope}}
     if family == "gpt2":
         model = tiny_gpt2()

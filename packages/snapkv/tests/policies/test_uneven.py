@@ -1,4 +1,4 @@
-"""Budgets that differ between layers and heads: exact counts, true bytes, right attention."""
+"""Budgets that differ between layers and heads: worked examples and exact sums."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +15,8 @@ from tests.methods import METHODS
 from tests.ops.states import layer_with_scores
 
 
-def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
-    """A new token costs a copy of what came behind the prompt, not of what is kept."""
+def test_new_tokens_do_not_copy_the_kept_states_of_ragged_heads(monkeypatch):
+    """A new token copies only the tokens after the prompt."""
     monkeypatch.setattr(ragged, "FLASH_ELEMENTS", 0)
     model = tiny_model("llama")
     cache = CompressedCache(model, METHODS["adakv"])
@@ -39,8 +39,8 @@ def test_what_the_heads_keep_stays_where_it_is_while_tokens_come(monkeypatch):
 # Allocation, by hand and in general.
 
 
-def test_published_pyramid_by_hand():
-    """KVCache-Factory at capacity 128, window 8, 32 layers, 12,000 tokens: 4,016, not 3,840."""
+def test_published_pyramid_budgets_equal_those_of_kvcache_factory():
+    """Capacity 128, window 8, 32 layers and 12,000 tokens give 4,016 positions and not 3,840."""
     budgets = published_budgets(120, 11_992, 32, 20)
     assert (budgets[0], budgets[1], budgets[-1]) == (234, 227, 17)
     assert sum(budgets) == 4016
@@ -54,7 +54,7 @@ def test_published_pyramid_by_hand():
     beta=st.integers(1, 40),
     least=st.integers(0, 9),
 )
-def test_exact_pyramid_adds_up_and_falls(mean, spare, num_layers, beta, least):
+def test_exact_pyramid_budgets_fall_and_add_up_to_the_total(mean, spare, num_layers, beta, least):
     least = min(mean, least)
     budgets = exact_budgets(mean, mean + spare, num_layers, beta, least)
     assert sum(budgets) == mean * num_layers
@@ -68,8 +68,8 @@ def test_exact_pyramid_adds_up_and_falls(mean, spare, num_layers, beta, least):
 @pytest.mark.parametrize(
     ("safeguard", "expected"), [(1.0, (2, 2)), (0.5, (2, 2)), (0.2, (3, 1)), (0.01, (3, 1))]
 )
-def test_adakv_by_hand(safeguard, expected):
-    """Winners of [.5 .3 .1 .05] and [.2 .02 .01 .01] are 3 and 1; a fifth sure: 2.8 and 1.2."""
+def test_adakv_budgets_of_heads_equal_a_worked_example(safeguard, expected):
+    """The heads have 3 and 1 of the best four scores; a safeguard of a fifth gives 2.8 and 1.2."""
     layer = layer_with_scores([[0.5, 0.3, 0.1, 0.05], [0.2, 0.02, 0.01, 0.01]])
     policy = AdaKV(SnapKV(3, window_size=1, kernel_size=1), safeguard=safeguard)
     selection = policy.select(layer)
@@ -86,11 +86,11 @@ def test_adakv_by_hand(safeguard, expected):
         ([0.3, 0.3, 0.4], 1, [0, 0, 1]),
     ],
 )
-def test_largest_remainder_by_hand(shares, total, expected):
+def test_largest_remainder_equals_a_worked_example(shares, total, expected):
     assert largest_remainder(shares, total) == expected
 
 
 @pytest.mark.parametrize("percent", [1, 7, 29, 35, 57, 58, 100])
-def test_a_share_is_rounded_down_as_it_is_written(percent):
+def test_share_of_tokens_is_rounded_down_from_its_decimal_value(percent):
     for tokens in range(300):
         assert share_of(tokens, percent / 100) == percent * tokens // 100

@@ -1,4 +1,4 @@
-"""Methods that weigh values: CriticalKV and ExpectedAttention, by hand and by loops."""
+"""Methods that weigh values: CriticalKV and ExpectedAttention, by examples and plain loops."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -15,13 +15,13 @@ from tests.policies.test_selection_contract import Stated
 
 
 def stated_layer(scores, values, weight):
-    """One KV head whose prefix has these scores and values; a window of one token follows."""
+    """Return a layer of one KV head with these scores and values, and a window of one token."""
     keys = torch.tensor([*scores, 0.0])[None, None, :, None]
     own = torch.tensor([*values, [0.0] * len(values[0])])[None, None]
     return worked_layer(keys, own, torch.zeros(1, 1, 1, 1), output_weight=torch.tensor(weight))
 
 
-def test_criticalkv_by_hand():
+def test_criticalkv_equals_a_worked_example():
     # W_O v = (v0 + v1, 2 v1): L1 norms 1, 6, 3, 2, 10.
     values = [[1.0, 0.0], [0.0, 2.0], [0.0, -1.0], [2.0, 0.0], [10.0, 0.0]]
     layer = stated_layer([9.0, 2.0, 3.0, 8.0, 1.0], values, [[1.0, 1.0], [0.0, 2.0]])
@@ -42,7 +42,7 @@ def kept_sets_of_one(policy, layer):
 
 
 def voted_layer(received, values):
-    """One KV head; each of the window's queries pays the prefix this attention, the rest itself."""
+    """Return a layer of one KV head, whose queries pay `received` and the rest to themselves."""
     queries = len(received)
     rows = [[*paid, *[0.0] * query, 1 - sum(paid)] for query, paid in enumerate(received)]
     own = torch.tensor([*values, *[0.0] * queries])[None, None, :, None]
@@ -60,8 +60,8 @@ def voted_layer(received, values):
     ids=["snapkv", "pyramidkv", "summed"],
 )
 @pytest.mark.parametrize("queries", [1, 32])
-def test_epsilon_is_added_to_the_mean_attention_of_the_window_by_hand(base, queries):
-    """Of tokens attended to by 0.5, 0.0002 and 0 with norms 1, 1 and 2.5 the first goes by score.
+def test_epsilon_is_added_to_the_mean_attention_of_the_window(base, queries):
+    """Attention is 0.5, 0.0002 and 0; norms are 1, 1 and 2.5. The first token is kept by score.
 
     (0.0002 + 0.0001) * 1 = 0.0003 is more than 0.0001 * 2.5 = 0.00025, but less than 0.0001 * 3.5,
     however many queries vote. A sum over 32 of them would be 0.0064: no norm here would do.
@@ -77,15 +77,15 @@ def test_epsilon_is_added_to_the_mean_attention_of_the_window_by_hand(base, quer
 
 
 @pytest.mark.parametrize("higher", [1, 3])
-def test_of_one_token_at_two_places_the_lower_wins_whatever_its_last_bits(higher):
-    """The model computes one value for it, up to rounding: in a batch not as alone."""
+def test_rounding_does_not_decide_between_two_positions_of_the_same_token(higher):
+    """Its values differ by rounding in a batch and alone, so the lower position is kept."""
     values = [1.0, 2.1, 1.0, 2.1, 1.0]
     values[higher] = math.nextafter(2.1, 3.0) * (1 + 2**-23)
     policy = CriticalKV(SnapKV(3, window_size=1, kernel_size=1), first_share=0.5)
     assert kept_sets_of_one(policy, voted_layer([[0.5, *[0.1] * 4]], values)) == [0, 1, 5]
 
 
-def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
+def test_value_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
     layer = random_layer(3, query_heads=4, kv_heads=2, prompt_tokens=9, query_tokens=4)
     norms = projected_norms(layer, 7)
     for head in range(4):
@@ -96,7 +96,7 @@ def test_the_norm_is_the_mean_over_the_query_heads_of_a_kv_head():
             assert math.isclose(float(norms[0, head, position]), expected, rel_tol=1e-4)
 
 
-def test_a_layer_without_a_fitting_projection_is_refused():
+def test_layer_without_a_fitting_output_projection_is_refused():
     layer = random_layer(0, prompt_tokens=50, query_tokens=6)
     for weight, got in ((None, "got none"), (torch.zeros(4, 5), "got one of 5 inputs")):
         other = replace(layer, output_weight=weight)
@@ -105,8 +105,8 @@ def test_a_layer_without_a_fitting_projection_is_refused():
 
 
 @dataclass(frozen=True)
-class Noting(CriticalKV):
-    """Remembers the layers it was shown."""
+class Recording(CriticalKV):
+    """Records the layers that it scores."""
 
     seen: list = field(default_factory=list, kw_only=True)
 
@@ -115,8 +115,8 @@ class Noting(CriticalKV):
         return super().score(layer)
 
 
-def test_the_transposed_projection_of_gpt2_is_read_rightly():
-    model, policy = tiny_gpt2(), Noting(Stated(20, window_size=4))
+def test_norms_use_the_transposed_output_projection_of_gpt2():
+    model, policy = tiny_gpt2(), Recording(Stated(20, window_size=4))
     read(model, policy, random_ids(1, 40) % 64)
     layer = policy.seen[0]
     projection = model.transformer.h[0].attn.c_proj
@@ -127,7 +127,7 @@ def test_the_transposed_projection_of_gpt2_is_read_rightly():
 
 
 def expected_attention_by_loops(layer, policy):
-    """The definition in float64: every query turned back, every future position averaged."""
+    """Compute the scores by their definition in float64, averaged over all future positions."""
     (_, heads, count, size), total = layer.queries.shape, layer.keys.shape[2]
     group = heads // layer.keys.shape[1]
     scores = torch.zeros(layer.keys.shape[1], total, dtype=torch.float64)
@@ -155,7 +155,7 @@ def expected_attention_by_loops(layer, policy):
 
 
 def turn(size, position):
-    """The rotation by a position as a matrix."""
+    """Return the rotation by a position as a matrix."""
     basis = torch.eye(size)[None, None]
     return rotate(basis, torch.full((1, size), position))[0, 0].T.double()
 
@@ -170,8 +170,8 @@ def test_expected_attention_equals_its_definition(future_tokens):
     assert (got[0, :, :4] == 0).all(), "the first four take no part"
 
 
-def test_expected_attention_by_hand():
-    """Without rotation: queries (1, 0) and (3, 0) have mean (2, 0) and variance 1 along x."""
+def test_expected_attention_equals_a_worked_example():
+    """Queries (1, 0) and (3, 0), without rotation, have mean (2, 0) and variance 1 along x."""
     layer = worked_layer(
         keys=torch.tensor([[[[1.0, 5.0], [-1.0, 0.0], [0.0, 9.0], [0.0, 0.0]]]]),
         values=torch.tensor([[[[3.0, 4.0], [0.0, 1.0], [2.0, 0.0], [7.0, 0.0]]]]),

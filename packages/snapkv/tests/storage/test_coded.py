@@ -1,4 +1,4 @@
-"""What is kept, in few bits: how near it stays, what it saves, and that nothing adds up."""
+"""Quantized caches: their accuracy, their bytes, and errors that do not accumulate."""
 
 import copy
 
@@ -30,14 +30,14 @@ def read(model, policy=POLICY, batch=2, **options):
     return cache
 
 
-def test_a_report_says_the_bits_of_what_is_held():
+def test_report_has_the_bits_of_keys_and_values():
     model = tiny_model("llama")
     assert set(read(model, quantize=KVCodes(8, 4)).report()["bits"]) == {"8/4"}
     assert set(read(model).report()["bits"]) == {"32"}
 
 
-def test_bytes_are_those_of_codes_and_scales():
-    """60 tokens are two blocks; a scale and a least number take four bytes."""
+def test_held_bytes_are_those_of_codes_and_scales():
+    """60 tokens fill two blocks; a scale and a minimum take four bytes together."""
     store = read(tiny_model("llama"), batch=1, quantize="K8V4").layers[0].store
     H, D = store.keys.shape[1], store.keys.shape[3]
     keys, values = 64 * H * D + 2 * H * D * 4, 64 * H * D // 2 + 64 * H * 4
@@ -45,7 +45,7 @@ def test_bytes_are_those_of_codes_and_scales():
 
 
 @pytest.mark.parametrize("policy", [POLICY, AdaKV(POLICY)], ids=["even", "uneven"])
-def test_what_is_generated_is_encoded_in_blocks_and_can_be_taken_back(policy):
+def test_generated_tokens_are_encoded_in_blocks_and_can_be_cropped(policy):
     model, later = tiny_model("llama"), random_ids(2, 80, 1)
     caches = [read(model, policy, quantize=bits) for bits in (None, "int8")]
     outputs = [[call(model, each, one) for one in later.split(1, dim=1)] for each in caches]
@@ -65,7 +65,7 @@ def test_what_is_generated_is_encoded_in_blocks_and_can_be_taken_back(policy):
         assert torch.equal(packed.kept_positions(layer), exact.kept_positions(layer))
 
 
-def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
+def test_drafts_after_a_prompt_attend_to_each_other_before_quantization():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     caches = [CompressedCache(model, POLICY, quantize="int8") for _ in range(2)]
     drafts = random_ids(1, 40, 1)
@@ -83,7 +83,7 @@ def test_drafts_behind_a_prompt_do_not_see_each_other_as_codes():
     ("policy", "options", "layer"),
     [(KeyDiff(BUDGET, window_size=8), {}, 0), (FullCache(), {"recall": "host"}, 3)],
 )
-def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer, tmp_path):
+def test_cache_demands_a_reset_after_failed_quantization(policy, options, layer, tmp_path):
     model = copy.deepcopy(tiny_model("llama"))
     weight = model.model.layers[layer].self_attn.v_proj.weight.data
     kept, weight[:] = weight.clone(), torch.inf
@@ -108,7 +108,7 @@ def test_where_a_layer_refuses_the_cache_says_to_reset_it(policy, options, layer
         ({"group_size": 16}, "32"),
     ],
 )
-def test_codes_that_are_none_are_refused(wrong, said):
+def test_invalid_parameters_of_codes_are_refused(wrong, said):
     with pytest.raises(InvalidArgumentError, match=said):
         KVCodes(**wrong)
 
@@ -117,7 +117,7 @@ def test_codes_that_are_none_are_refused(wrong, said):
 
 
 def by_hand(states, how, number, along):
-    """(1, H, N, D) what codes stand for: blocks of a head's tokens, the last one filled up."""
+    """Encode and decode (1, H, N, D) states block by block, the last block padded."""
     G, heads = how.group_size, []
     for head in states[0]:
         blocks = []
@@ -136,7 +136,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize("kept", KEEPING)
-def test_a_file_in_few_bits_holds_blocks_of_codes(kept, tmp_path):
+def test_cache_saved_in_few_bits_loads_the_values_of_its_codes(kept, tmp_path):
     family, policy, options = KEEPING[kept]
     model, how = tiny_model(family), KVCodes(8, 4)
     cache = read(model, policy, batch=1, **options)
@@ -151,7 +151,7 @@ def test_a_file_in_few_bits_holds_blocks_of_codes(kept, tmp_path):
 
 
 @pytest.mark.parametrize("recall", [None, "host"])
-def test_ragged_heads_batches_and_what_lies_off_the_device_go_into_few_bits(recall, tmp_path):
+def test_ragged_heads_and_offloaded_tokens_are_saved_in_few_bits(recall, tmp_path):
     model, later = tiny_model("llama"), random_ids(2, 20, 1)
     cache = read(model, AdaKV(POLICY), recall=recall)
     for name, bits in (("whole", None), ("few", "int8")):
@@ -166,8 +166,8 @@ def test_ragged_heads_batches_and_what_lies_off_the_device_go_into_few_bits(reca
 
 
 @pytest.mark.parametrize("largest", [1.0, 1e6])
-def test_several_layers_become_the_codes_that_each_becomes_by_itself(largest):
-    """Also where the numbers of one are beyond float16, whose scales take more bytes."""
+def test_several_layers_are_encoded_together_as_each_alone(largest):
+    """In one case, a layer has values beyond float16, whose scales take more bytes."""
     draw, how = torch.Generator().manual_seed(0), KVCodes(keys=8, values=4)
     several = []
     for counts in (((40, 33), (7, 70)), ((32, 0), (64, 1)), ((5, 5), (90, 9))):

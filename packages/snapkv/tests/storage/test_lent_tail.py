@@ -1,4 +1,4 @@
-"""A tail with room stays where it is, and holds what a growing one does."""
+"""A tail with a fixed address holds the same tokens as a growing tail."""
 
 import torch
 
@@ -6,7 +6,7 @@ from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.tail import Tail
 
 
-def test_it_holds_what_a_growing_tail_does_at_places_that_stay():
+def test_lent_tail_equals_a_growing_tail_and_keeps_its_memory_address():
     keys, values = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 6)
     grown, lent = Tail(keys, values), LentTail(keys, values, 8)
     places = lent.keys.data_ptr(), lent.values.data_ptr(), lent.count.data_ptr()
@@ -18,8 +18,8 @@ def test_it_holds_what_a_growing_tail_does_at_places_that_stay():
     assert (lent.keys.data_ptr(), lent.values.data_ptr(), lent.count.data_ptr()) == places
 
 
-def test_what_is_not_written_is_a_number():
-    """A weight of nothing would not hide one that is none."""
+def test_unwritten_slots_of_a_lent_tail_are_zero():
+    """An attention weight of 0 would not hide a NaN."""
     keys = torch.full((1, 1, 2, 4), torch.nan)
     lent = LentTail(keys, keys, 3)
     assert not lent.keys[:, :, 2:].any()

@@ -1,4 +1,4 @@
-"""Appending in place gives what concatenation gives, and never changes what was handed out."""
+"""Appending in place equals concatenation and never changes states that were returned earlier."""
 
 import copy
 import sys
@@ -17,7 +17,7 @@ B, H, D = 2, 3, 4
 
 @pytest.fixture(autouse=True)
 def no_grad(request):
-    """As in `generate`; with gradients nothing grows in place."""
+    """Disable gradients as `generate` does, because with gradients no tail grows in place."""
     with torch.set_grad_enabled("gradients" in request.node.name):
         yield
 
@@ -27,19 +27,19 @@ def states(tokens, seed=0):
 
 
 def holding(tokens):
-    """A tail whose values are its keys, but for the sign."""
+    """Return a tail whose values are its negated keys."""
     return Tail(states(tokens), -states(tokens))
 
 
 def grown(tail, tokens=1, seed=0):
-    """The keys that it hands out when so many more tokens have been appended."""
+    """Append `tokens` tokens and return all keys of the tail."""
     new = states(tokens, seed)
     keys, values = tail.append(new, -new)
     assert torch.equal(values, -keys)
     return keys
 
 
-def test_tokens_come_in_place_until_the_room_is_used_up():
+def test_tokens_are_appended_in_place_until_the_spare_slots_are_used():
     tail, expected, places = holding(5), states(5), []
     for number in range(ROOM_TOKENS + 3):
         got = grown(tail, seed=number)
@@ -50,7 +50,7 @@ def test_tokens_come_in_place_until_the_room_is_used_up():
     assert places.index(places[-1]) == ROOM_TOKENS + 1  # the first token came with room behind it
 
 
-def test_what_was_handed_out_stays_as_it_is():
+def test_returned_states_are_not_changed_by_later_tokens():
     tail = holding(5)
     first = grown(tail, 2, seed=1)
     before, other = first.clone(), copy.copy(tail)
@@ -67,7 +67,7 @@ def test_what_was_handed_out_stays_as_it_is():
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_does_not_write_behind_what_the_original_handed_out(copied):
+def test_copy_and_original_append_to_different_memory(copied):
     tail = holding(5)
     grown(tail, seed=1)
     theirs, ours = grown(copied(tail), seed=2), grown(tail, seed=3)
@@ -75,18 +75,18 @@ def test_a_copy_does_not_write_behind_what_the_original_handed_out(copied):
     assert torch.equal(ours[..., -1:, :], states(1, seed=3))
 
 
-def test_many_tokens_at_once_leave_no_room():
+def test_appending_many_tokens_at_once_allocates_no_spare_slots():
     got = grown(holding(5), ROOM_TOKENS + 1)
     assert got.untyped_storage().nbytes() == got.nbytes
 
 
-def test_what_does_not_match_is_for_concatenation_to_judge():
+def test_mismatched_states_are_promoted_or_refused_as_by_concatenation():
     assert grown(Tail(states(5).bfloat16(), -states(5).bfloat16())).dtype == torch.float32
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         holding(5).append(states(1)[:, :1], states(1)[:, :1])
 
 
-def test_gradients_flow_through_what_is_stored_and_past_it():
+def test_gradients_flow_through_stored_states_and_to_earlier_queries():
     stored = states(5).requires_grad_()
     tail = Tail(stored, -stored)
     grown(tail)
@@ -101,7 +101,7 @@ def test_gradients_flow_through_what_is_stored_and_past_it():
     assert query.grad.abs().sum() > 0
 
 
-def test_what_inference_mode_has_made_grows_outside_of_it():
+def test_tail_of_inference_mode_grows_outside_of_inference_mode():
     tail = holding(5)
     with torch.inference_mode():
         first = grown(tail, seed=1)
@@ -111,7 +111,7 @@ def test_what_inference_mode_has_made_grows_outside_of_it():
         assert torch.equal(grown(tail, seed=3), expected)
 
 
-def test_copies_of_a_cache_go_on_in_threads_of_their_own():
+def test_copies_of_a_cache_continue_in_separate_threads():
     model, ids = tiny_model("llama"), random_ids(1, 40)
     cache = CompressedCache(model, SnapKV(24, window_size=8))
     call(model, cache, ids)
@@ -141,7 +141,7 @@ def test_copies_of_a_cache_go_on_in_threads_of_their_own():
 
 
 @torch.no_grad()
-def test_pieces_of_what_is_known_to_come_are_copied_nowhere_else():
+def test_pieces_of_an_announced_prompt_are_appended_without_reallocation():
     pieces, tail = [states(count, seed=count) for count in (70, 90, 80)], Tail()
     tail.begin(pieces[0], -pieces[0], coming=170)
     places, first = {tail.keys.data_ptr()}, tail.keys.clone()

@@ -72,7 +72,7 @@ def test_prefill_bench_reads_in_the_requested_pieces(snapkv, tiny):
     assert all(row["ms"]["p50"] > 0 for row in rows)
 
 
-def test_memory_holds_less_and_measures_each_cache_alone(snapkv, tiny, monkeypatch, tmp_path):
+def test_memory_bench_runs_each_cache_alone(snapkv, tiny, monkeypatch, tmp_path):
     """The commands of separate processes run in this one."""
     started = []
 
@@ -113,7 +113,7 @@ def test_mapped_weights_do_not_count_as_memory_of_a_cache():
     assert short["peak_growth_bytes"] < long["peak_growth_bytes"] < 2**27
 
 
-def test_throughput_fills_the_memory_and_names_what_limits_it(snapkv, tiny):
+def test_throughput_fills_the_memory_and_names_its_limit(snapkv, tiny):
     weights = sum(parameter.nbytes for parameter in tiny.parameters())
     per_token = 4 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, bytes
     memory = weights + 3.5 * 128 * per_token
@@ -128,7 +128,7 @@ def test_throughput_fills_the_memory_and_names_what_limits_it(snapkv, tiny):
     assert ours["batch"] > full["batch"]
 
 
-def test_a_cache_that_does_not_fit_keeps_its_cell(snapkv, tiny, monkeypatch, tmp_path):
+def test_cache_that_does_not_fit_has_a_cell(snapkv, tiny, monkeypatch, tmp_path):
     make, figure = contenders.FULL_CACHES["transformers"], tmp_path / "figure.svg"
 
     def limited(model, prompt_tokens):

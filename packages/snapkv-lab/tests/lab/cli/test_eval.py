@@ -91,7 +91,7 @@ def test_reference_loss_is_in_every_output(snapkv, tiny_only, here, monkeypatch)
     assert "default@1024: nothing was dropped of 4 of 4 prompts" in " ".join(done.out.split())
 
 
-def test_each_way_of_later_questions_is_a_method(snapkv, tiny_only, here):
+def test_each_way_to_handle_later_questions_is_a_method(snapkv, tiny_only, here):
     turns = ("eval", "turns", "--lengths", 200, "--questions", 2, "--samples-each", 1, "--cloze")
     ways = ("--turns", "append,compress", "--turns", "recall")
     done = snapkv(*turns, *ways, "--budget", 64, "--json")

@@ -147,7 +147,7 @@ WAYS = [*(({}, policy) for policy in EVERY_WAY), (HYBRID, AdaKV(SnapKV(40)))]
 
 
 @pytest.mark.parametrize(("changed", "policy"), WAYS, ids=lambda each: getattr(each, "name", ""))
-def test_continuations_of_a_shared_context_score_as_they_do_alone(tiny, ids, changed, policy):
+def test_continuations_of_a_shared_context_score_as_alone(tiny, ids, changed, policy):
     """They have different lengths, the longest in the middle, and one is what greedy decoding
     gives.
     """
@@ -210,7 +210,7 @@ def test_prompts_in_a_batch_get_the_same_answers_as_alone(tiny, tmp_path, policy
     assert found != alone
 
 
-def test_contexts_are_cut_where_lm_eval_cuts_them(tiny, tmp_path):
+def test_contexts_are_cut_at_the_same_places_as_by_lm_eval(tiny, tmp_path):
     """Blanks at the end belong to the continuation, and an empty context is one token."""
     asked = ("The gate ", "opens"), ("The gate", " opens"), ("", "opens")
     with Store(tmp_path, {}) as store:

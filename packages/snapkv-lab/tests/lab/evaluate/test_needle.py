@@ -78,7 +78,7 @@ def test_needle_follows_the_last_sentence_before_its_depth(folder):
     ("variant", "cloze", "template"),
     [("magic-number", True, "none"), ("sandwich", False, "tokenizer")],
 )
-def test_needle_prompts_have_about_their_length_and_never_more(demo, variant, cloze, template):
+def test_needle_prompts_fill_their_length_and_never_exceed_it(demo, variant, cloze, template):
     task = Needle(lengths=(400, 1500), depths=3, variant=variant, cloze=cloze)
     for sample in task.samples(demo.tokenizer):
         tokens = sample.prompt(demo.tokenizer, template, "visible").token_ids(demo.tokenizer)

@@ -49,7 +49,7 @@ def test_length_includes_the_answer_and_the_chat_template(demo):
     assert needed_tokens(sentences(3), demo.tokenizer) == len(tokens) + NEW_TOKENS
 
 
-def test_parts_of_uneven_length_never_exceed_the_length_and_none_is_returned_if_nothing_fits(demo):
+def test_fitted_sample_of_uneven_parts_never_exceeds_its_length(demo):
     def uneven(count):
         return sentences(1, "".join("word " * (1 + i * i % 17) for i in range(count)))
 
@@ -112,7 +112,7 @@ def test_lines_record_has_the_published_wording_and_the_last_number_counts(demo)
     assert Lines().score(sample, "") == 0
 
 
-def test_the_asked_line_stands_at_its_position(demo):
+def test_requested_line_is_at_its_position(demo):
     made = lines_of(demo, positions=5, samples_each=2)
     assert [s.cell["position"] for s in made] == [0, 0, 25, 25, 50, 50, 75, 75, 100, 100]
     for sample in made:
@@ -121,7 +121,7 @@ def test_the_asked_line_stands_at_its_position(demo):
         assert place == round(sample.cell["position"] / 100 * (len(values) - 1))
 
 
-def test_examples_repeat_other_lines_and_cloze_begins_the_asked_line(demo):
+def test_examples_repeat_other_lines_and_cloze_begins_the_requested_line(demo):
     given = {"positions": 3, "examples": 3, "cloze": True, "lengths": (500, 1024)}
     for sample in lines_of(demo, **given):
         length = sample.cell["length"]

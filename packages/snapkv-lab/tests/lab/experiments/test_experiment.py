@@ -52,7 +52,7 @@ def test_all_parts_are_measured_stored_and_drawn(toy):
     assert page.endswith("| part | value |\n| --- | ---: |\n| one | 1.0 |\n| two | 2.0 |\n")
 
 
-def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
+def test_new_rows_of_a_part_replace_its_old_rows(toy):
     asked, own = toy
     own.main([])
     own.main(["--part", "one", "--tokens", "7", "--budgets", "3", "4"])
@@ -60,7 +60,7 @@ def test_rows_of_one_part_take_the_place_of_its_old_ones(toy):
     assert [(row["part"], row["value"]) for row in read_rows(own.rows)] == [("one", 3), ("two", 2)]
 
 
-def test_rows_loaded_from_elsewhere_are_not_stored_again(toy):
+def test_rows_loaded_from_other_files_are_not_stored_again(toy):
     """`evaluation` is such an experiment: its answers are in folders of their own."""
     asked, own = toy
     elsewhere = replace(own, load=lambda: {"a": "summary"}, tables=None)

@@ -61,14 +61,14 @@ def test_kvpress_scores_an_answer_as_snapkv_does(between):
         assert few["held"] == pytest.approx(1 / 8, abs=0.02)
 
 
-def test_an_import_of_a_press_says_what_to_write_instead():
+def test_error_for_every_press_names_its_replacement():
     run = [PYTHON, "-I", "-c", "import kvpress; print(*kvpress.__all__)"]
     names = subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()
     for name in (name for name in names if name.endswith("Press")):
         assert re.match("Write |Use |There is none: ", instead_of(name)), name
 
 
-def test_the_presses_that_the_page_replaces_can_be_made():
+def test_presses_on_the_migration_page_can_be_created():
     theirs = [press for press, _ in migrations()]
     assert len(theirs) > 10
     code = "from kvpress import *\n" + "\n".join(theirs)

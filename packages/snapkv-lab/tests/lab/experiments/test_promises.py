@@ -18,7 +18,7 @@ def test_token_takes_as_long_after_6k_as_after_1k_prompt_tokens():
     assert ours["ratio"]["p50"] <= 1.05 < 1.5 < ratios["full"]["ratio"]["p50"]
 
 
-def test_an_answer_without_an_option_takes_no_longer_than_on_the_full_cache():
+def test_default_answer_takes_no_longer_than_on_the_full_cache():
     rows = BY_DEFAULT.results()
     assert tuple(row["prompt_tokens"] for row in rows) == (1024, 2048, 6144)
     assert all(row["token_cpu_ratio"]["p50"] <= 1 for row in rows)
@@ -33,7 +33,7 @@ def test_memory_peaks_no_higher_and_falls_by_prompt_over_budget():
     assert ours["held_bytes"] <= 1.01 * ours["kept_bytes"]  # beside them, the kept positions
 
 
-def test_recall_answers_as_the_full_cache_does_where_plain_snapkv_loses_a_third():
+def test_recall_answers_as_the_full_cache_while_plain_snapkv_loses_a_third():
     rows = select_rows(recall.MANY_QUESTIONS.results(), task="questions")
     full = recall.right_share(rows, recall.FULL, None)
     assert full >= 0.6
@@ -49,7 +49,7 @@ def test_recall_answers_as_the_full_cache_does_where_plain_snapkv_loses_a_third(
     assert answers[0] == answers[1]
 
 
-def test_fifty_turns_stay_below_the_cap_and_the_host_holds_what_was_seen():
+def test_fifty_turns_stay_below_the_cap_and_the_host_holds_all_seen_tokens():
     turns = select_rows(recall.MANY_QUESTIONS.results(), task="turns")
     assert len(turns) >= 50
     for row in turns:

@@ -41,7 +41,7 @@ def test_each_contender_follows_each_other_one_equally_often(names, rounds):
     assert set(pairs.values()) == {rounds // len(names)}
 
 
-def test_percentiles_and_ratios_of_pairs():
+def test_percentiles_and_ratios_of_pairs_equal_worked_examples():
     assert percentiles([5, 1, 4, 2, 3], 1) == {"p20": 1.8, "p50": 3, "p80": 4.2}
     assert pair_ratios([2, 9], [1, 3]) == [2, 3]
 

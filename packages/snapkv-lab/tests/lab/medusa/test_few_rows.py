@@ -25,7 +25,7 @@ def replaced(model: Module) -> int:
 
 @torch.no_grad()
 @pairs(shape=((1,), (1, MOST_ROWS), (2, 2), (1, MOST_ROWS + 1)), bias=(False, True))
-def test_fast_rows_give_the_numbers_of_the_linear_layer(shape, bias):
+def test_fast_product_of_few_rows_equals_the_linear_layer(shape, bias):
     torch.manual_seed(0)
     layer, states = Linear(48, 80, bias=bias), torch.randn(*shape, 48)
     expected = layer(states)

@@ -107,7 +107,7 @@ def test_greedy_text_equals_plain_decoding_whatever_heads_draft(storage):
     assert torch.equal(generate(model, ids, cache, custom_generate=random), text)
 
 
-def test_text_ends_where_plain_decoding_ends():
+def test_text_ends_at_the_same_token_as_plain_decoding():
     model, ids = tiny_model("llama"), random_ids(1, PROMPT)
     end = int(generate(model, ids, new_cache(model, "dynamic"))[0, PROMPT + 6])
     cache, _, _, text = verified(model, ids, eos_token_id=end)

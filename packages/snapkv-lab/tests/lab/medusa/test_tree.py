@@ -20,7 +20,7 @@ def test_tree_tensors_equal_those_of_a_worked_example():
     assert tree.paths.tolist() == [[0, 1, 3], [0, 2, NO_NODE]]
 
 
-def test_a_chain_is_plain_text():
+def test_tensors_of_a_chain_are_those_of_plain_text():
     tree = CandidateTree.chain(3)
     assert tree.is_chain
     assert torch.equal(tree.visible, torch.ones(4, 4, dtype=torch.bool).tril())

@@ -25,7 +25,7 @@ def texts(axes):
     return [text.get_text().replace("\n", " ") for text in axes.texts]
 
 
-def test_a_heat_map_per_method_on_one_fixed_scale():
+def test_every_method_has_a_heat_map_on_one_fixed_scale():
     figure = figures.draw(grid())["scores"]
     assert [panel.get_title() for panel in panels(figure)] == [
         "full\nmean 12.5 (0.0 to 25.0)", "snapkv@512\nmean 37.5 (29.2 to 45.8)",
@@ -166,7 +166,7 @@ def test_curves_are_medians_over_ascending_lengths_and_missing_cells_are_marked(
     assert [label.get_text() for label in one.get_xticklabels()] == ["1k", "4k"]
 
 
-def test_memory_shows_the_peak_and_what_is_held_in_one_colour():
+def test_memory_figure_has_peak_and_held_bytes_in_one_colour():
     rows = [cell("memory", "snapkv", 1024, peak_growth_bytes=2**31, held_bytes=2**29)]
     peak, held = figures.draw_bench(rows).axes[0].lines
     assert (peak.get_ydata()[0], held.get_ydata()[0]) == (2, 0.5)

@@ -1,4 +1,4 @@
-"""Places of pages, against heads that ask for them one by one; no vLLM is needed."""
+"""Places of pages equal those of heads that take pages one by one; no vLLM is needed."""
 
 import random
 
@@ -32,7 +32,7 @@ def places(kept, page_tokens, pages):
 
 
 def test_places_of_pages_match_an_example_worked_out_by_hand():
-    """Pages of four; five, one and three tokens take two pages, one and one."""
+    """Pages have four tokens, so five, one and three tokens take two pages, one and one."""
     assert places([5, 1, 3], 4, 2) == [
         [0, 1],
         [2, 6],  # the last to need its second page: at its fifth token, after four more
@@ -71,7 +71,7 @@ def test_reserved_blocks_suffice_and_exceed_the_need_by_at_most_one(seed):
 
 
 def test_number_of_reserved_blocks_is_reached_in_the_worst_case():
-    """Two heads of one and seven tokens: three pages of four, though eight tokens fit into two."""
+    """Heads of one and seven tokens take three pages, though eight tokens fit into two."""
     assert len(handed_out([1, 7], 4, 0)) == 3
     assert held_tokens(4, 90, 4) == 7
     assert held_tokens(4, 5, 4) == 5
@@ -97,7 +97,7 @@ def test_scattered_states_are_found_again_in_every_layer(page_tokens):
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 def test_scattering_a_few_heads_at_a_time_gives_the_same_result(page_tokens):
-    """As those of all layers are, which share pages; no place is used twice."""
+    """The heads of all layers share pages, and no place is used twice."""
     torch.manual_seed(0)
     kept = torch.tensor([5, 40, 1, 18, 0, 16, 3, 61])
     laid = HeadPlaces(kept, page_tokens)

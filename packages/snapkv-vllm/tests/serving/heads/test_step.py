@@ -1,4 +1,4 @@
-"""Pages and sequences on tensors, against what a reader of single tokens finds; no vLLM needed."""
+"""Pages and sequences on tensors equal those read token by token; no vLLM is needed."""
 
 import itertools
 import random
@@ -57,7 +57,7 @@ def test_layers_that_cannot_share_pages_are_refused():
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_every_head_reads_its_own_tokens(order, seed, across_layers):
-    """Requests among others in a batch, with several tokens a step; written and read by page.
+    """Requests of a batch, with several tokens in a step, are written and read by page.
 
     The heads of a layer share its pages of a request, or those of all layers the pages of all.
     """

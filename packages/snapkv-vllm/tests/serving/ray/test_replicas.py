@@ -74,7 +74,7 @@ def test_replicas_give_the_same_answers_as_the_library(client, expected):
 
 
 def test_requests_of_a_session_reach_the_replica_with_its_history(client):
-    """By the header that Ray's router uses; what is reused is all of the prompt before."""
+    """Ray's router uses the header; the replica reuses the whole previous prompt."""
     prompts = {f"run{number}": ids_of(100, seed=10 + number) for number in range(6)}
     before = dict.fromkeys(prompts, 0)
     for turn in range(3):

@@ -1,4 +1,4 @@
-"""Blocks, orders and steps under way, against a worker that remembers what every slot holds."""
+"""Blocks and compressions, checked by a worker that remembers the token in every slot."""
 
 import random
 
@@ -145,7 +145,7 @@ def waits(scheduler):
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["synchronous", "asynchronous"])
 def test_request_waits_for_reserved_blocks_and_is_then_compressed(config, ahead):
-    """The other one holds the blocks of nearly the whole prompt, and nearly the whole pool."""
+    """The other request holds nearly the whole pool."""
     running = simulation(config, caching=True, ahead=ahead)
     scheduler, before = running.scheduler, waits(running.scheduler)
     tokens = list(range(1, 81))
@@ -177,14 +177,14 @@ def beside(config, monkeypatch, *, step, first, second, after):
 
 
 @pytest.mark.parametrize("second", [20, 23])
-def test_generating_request_gets_its_next_block_beside_a_compression(config, monkeypatch, second):
-    """Three blocks are free in the step in which the first keeps eight; 23 tokens need one more."""
+def test_generating_request_gets_its_next_block_during_a_compression(config, monkeypatch, second):
+    """Three blocks are free in the step in which the first request keeps eight."""
     found = beside(config, monkeypatch, step=8, first=64, second=second, after=1)
     assert found == (0, 0)
 
 
-def test_request_preempted_beside_a_reservation_waits_for_it(config, monkeypatch):
-    """Three blocks for its next 12 tokens, of four that are free; two are set aside."""
+def test_request_preempted_during_a_reservation_waits_for_it(config, monkeypatch):
+    """Its next 12 tokens need three blocks; four are free, but two of them are reserved."""
     assert beside(config, monkeypatch, step=12, first=72, second=24, after=2) == (1, 1)
 
 

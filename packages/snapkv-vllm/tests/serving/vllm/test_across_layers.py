@@ -1,4 +1,4 @@
-"""One budget for all layers in an engine: what is kept and answered is what the library does."""
+"""One budget for all layers in an engine: kept tokens and answers equal the library's."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: what is answered is what the library answers with the adapter merged."""
+"""LoRA adapters: answers equal those of the library with the adapter merged."""
 
 import copy
 import json
@@ -64,7 +64,7 @@ def engine(small):
 
 
 def test_one_prompt_is_answered_with_each_adapter_and_without(engine, small, adapters):
-    """Blocks of a prompt that an adapter wrote are no prefix for another."""
+    """Blocks that were computed with one adapter are not reused with another."""
     ids = ids_of(120, seed=1)
     answers = []
     for adapter in (*adapters, None):

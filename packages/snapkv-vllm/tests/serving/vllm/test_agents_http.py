@@ -1,4 +1,4 @@
-"""Spans and sessions over HTTP: vLLM's own renderer, what reaches the engine, what is answered."""
+"""Spans and sessions over HTTP: vLLM's own renderer, engine inputs and responses."""
 
 import asyncio
 import functools
@@ -123,7 +123,7 @@ ASKED = [
 
 @pytest.mark.parametrize(("path", "content", "behind"), ASKED, ids=str)
 def test_tokens_of_the_question_vote_as_in_the_library(client, site, path, content, behind):
-    """From its first one to the prompt's end; a long text's none, and its last 16 tokens vote."""
+    """Tokens vote from the question's first one on, or the last 16 if the question is long."""
     messages = [*BEFORE, {"role": "user", "content": content}, *behind]
     body = {"model": "demo", "messages": messages, "vllm_xargs": {"snapkv_budget": 70}}
     if path == ANTHROPIC:
@@ -253,7 +253,7 @@ NAMES += [*"\n\r\t\0\x1b\x7f\u2028\xa0\u200b", "a\nb", "run\n", ".", "..", "a/..
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_started_session_can_be_deleted_by_name(make_site, name):
-    """The others are refused before any begins."""
+    """Names that cannot be deleted are refused before a session begins."""
     site = make_site(keys=(), sessions=Sessions())
     site.client.told = {"histories": 1, "requests": 0}
     with site.asking() as client:

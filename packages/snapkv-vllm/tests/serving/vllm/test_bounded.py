@@ -1,4 +1,4 @@
-"""Requests held to a number of tokens while they generate."""
+"""Requests with a budget for their answers evict tokens while they generate."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ DECODING = {
 
 @pytest.mark.parametrize("name", DECODING)
 def test_evictions_from_answers_equal_those_of_the_library(small, name):
-    """The library's methods evict to their budget, the plugin from its own."""
+    """The budgets of library and plugin are set so that both evict the same tokens."""
     every, policy = DECODING[name]
     limits = Limits(decode_budget=80 + every, decode_policy=name, evict_every=every)
     library = PromptThenDecode(prompt=SnapKV(64, **WINDOW), decode=policy)
@@ -44,7 +44,7 @@ def test_evictions_from_answers_equal_those_of_the_library(small, name):
 
 
 def test_blocks_computed_after_a_compression_are_not_reused(tmp_path):
-    """In layers with a window, too, whose blocks hold what comes out of compressed layers."""
+    """Sliding-window layers count, too: their blocks depend on compressed layers."""
     small, ids = SmallModel(tmp_path, "gemma3_text"), ids_of(416)
     sizes = {"block_size": 16, "enable_prefix_caching": True, "max_num_batched_tokens": 150}
     whole = greedy(4, logprobs=3, extra_args={"snapkv_budget": 0})

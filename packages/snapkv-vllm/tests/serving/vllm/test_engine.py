@@ -30,7 +30,7 @@ LENGTHS = (30, 63, 64, 65, 80, 150, 151, 181, 299, 302, 450)
 
 
 def test_kept_tokens_and_answers_equal_those_of_the_library(engine, small):
-    """Lengths around the budget, and windows that lie across chunks of 150."""
+    """Prompts are about as long as the budget, and some windows cross chunks of 150 tokens."""
     prompts = [ids_of(n, seed=n) for n in LENGTHS]
     kept = require_same_as_library(engine, small, prompts, by_layer(default_policy(BUDGET)), 16)
     assert set(map(tuple, kept.blocks_held)) == {(BUDGET // engine.block_tokens,)}
@@ -55,7 +55,7 @@ def test_request_may_set_budget_window_voters_kernel_and_pooling(engine, small):
 
 
 def test_seeded_answer_does_not_depend_on_chunks_of_the_prompt(engine):
-    """Alone it is read in one step, beside another in two; a longer one always in three."""
+    """Alone the prompt is read in one step, in a batch in two; a longer one always in three."""
     seeded = [greedy(16, temperature=1.0, seed=number) for number in (1, 2, 3)]
     prompts = [ids_of(100, seed=1), ids_of(120, seed=2), ids_of(400, seed=3)]
     alone = [engine.answers([one], own)[0] for one, own in zip(prompts, seeded, strict=True)]

@@ -1,4 +1,4 @@
-"""Caches of one byte for a number: votes see what attention does, and bytes move as they are.
+"""Caches in FP8: votes read the decoded keys, and bytes are moved unchanged.
 
 Answers are not compared with the library's: a byte is another one where a number differs in its
 last digit, and the answer with it.
@@ -97,7 +97,7 @@ def record(impl, seen):
 
 @pytest.mark.parametrize("tokens", [97, 181, 302])
 def test_kept_tokens_equal_those_of_the_library_on_decoded_fp8_keys(recorded, tokens):
-    """Of prompts in one chunk, and with windows that lie across two."""
+    """Prompts have one chunk, or a window that crosses two chunks."""
     engine, layers, byte_dtype, policy = recorded
     prompt = ids_of(tokens, seed=tokens)
     for seen in layers:

@@ -1,4 +1,4 @@
-"""Random batches: whatever meets, every answer is the library's; also where heads differ."""
+"""Answers of random batches equal those of the library, also with ragged heads."""
 
 import random
 from dataclasses import dataclass

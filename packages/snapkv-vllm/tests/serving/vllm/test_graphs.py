@@ -1,4 +1,4 @@
-"""Steps that carry orders replay no CUDA graph, and graphs that are replayed read our lengths.
+"""Compressing steps replay no CUDA graph, and replayed graphs read the stored lengths.
 
 There is no GPU here: what is looked at is what the runners decide by, and which buffers attention
 was given.
@@ -74,7 +74,7 @@ def test_decode_step_without_orders_may_replay_a_graph(engine, second_runner):
 
 @pytest.mark.parametrize("extra_args", [{}, WINDOW_OF_ONE], ids=["window", "window-of-one"])
 def test_last_chunk_of_one_token_is_compressed_correctly(engine, small, second_runner, extra_args):
-    """A prompt of 151 tokens with 150 batched, which vLLM takes for a step that generates."""
+    """The last chunk of 151 tokens has one token, like a decode step of vLLM."""
     prompt = ids_of(CHUNK + 1, seed=91 + len(extra_args))
     (answer,), steps = run(engine, second_runner, [prompt], extra_args)
     assert [tokens for tokens, _, _ in steps[:2]] == [[CHUNK], [1]]
@@ -116,7 +116,7 @@ def make_metadata(counts, seen, tables, slots):
 
 
 def test_graph_capture_of_triton_attention_reads_stored_lengths():
-    """Its own code, on CPU tensors: capture sets lengths to one, in our buffer and no other."""
+    """vLLM's own code runs on CPU tensors; its capture sets the lengths in our buffer to one."""
     from snapkv_vllm.kept_lengths import KeptLengths
 
     builder, held = make_triton_builder(), KeptLengths(4, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Heads of different length in an engine: what is kept and answered is the library's AdaKV."""
+"""Ragged heads in an engine: kept tokens and answers equal those of the library's AdaKV."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_all_blocks_but_one_reserve_block_are_freed(engine):
 
 
 def test_heads_with_equal_counts_answer_as_without_splitting(engine, plain):
-    """Token by token and probability by probability, since the kernels add in the same order."""
+    """Tokens and probabilities are equal, since the kernels add in the same order."""
     prompts = [ids_of(length, seed=length) for length in (200, 310, 90, 64)]
     equal = greedy(40, logprobs=3, extra_args={"snapkv_safeguard": 1})
     ours = engine.outputs(prompts, equal)
@@ -57,7 +57,7 @@ def logprobs(output):
 
 
 def test_full_graphs_are_not_replayed_if_heads_are_split(engine, second_runner):
-    """It would have captured the batch's own sequences."""
+    """Such a graph would have captured sequences without the split heads."""
     with steps_of(engine, second_runner) as steps:
         engine.answers([ids_of(100), ids_of(50)], [greedy(4), greedy(8)])
     decoding = [(tokens, uniform) for tokens, orders, uniform in steps if not orders][1:]

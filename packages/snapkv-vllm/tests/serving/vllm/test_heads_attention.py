@@ -1,4 +1,4 @@
-"""Heads as sequences on vLLM's kernel in Triton, against a plain softmax, in the interpreter."""
+"""Heads as sequences on vLLM's Triton kernel equal a plain softmax, in the interpreter."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The files of metrics, on a disk with room and on one without."""
+"""Files of metrics on a disk with and without free space."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ KEYS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
     again=st.lists(st.tuples(KEYS, st.floats(allow_nan=False)), max_size=5),
 )
 def test_written_files_can_be_read_by_prometheus_client(tmp_path_factory, counts, again):
-    """Whatever the keys; a later process with the same number goes on from them."""
+    """Any keys can be read, and a later process with the same number continues the files."""
     from prometheus_client.mmap_dict import MmapedDict
 
     path = str(tmp_path_factory.mktemp("counts") / "counter_1.db")
@@ -110,7 +110,7 @@ COUNTING = """
 
 @pytest.mark.parametrize("free_bytes", [0, 8192, 40960])
 def test_full_disk_ends_no_process_and_counts_appear_later(tmp_path, free_bytes):
-    """From the start, while a file is made, and while it grows."""
+    """The disk is full from the start, when a file is created, or when a file grows."""
     ran = on_a_small_disk(tmp_path / "full", COUNTING, str(free_bytes), "written", size="1m")
     assert ran.returncode == 0, ran.stderr
     full, freed, files = json.loads(ran.stdout)

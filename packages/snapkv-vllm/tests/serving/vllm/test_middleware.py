@@ -1,4 +1,4 @@
-"""The check of bodies in an application of its own, and where vLLM puts it."""
+"""The middleware that checks request bodies, alone and inside vLLM's application."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ def test_wrong_settings_get_a_400_and_correct_bodies_are_unchanged(client):
 
 
 def test_stream_refused_by_the_engine_has_the_status_of_the_error(client):
-    """As vLLM sends it where its engine refuses a request; see also `test_streams`."""
+    """vLLM sends such a stream if its engine refuses a request; see also `test_streams`."""
     error = {"error": {"message": "budget: expected none", "code": 507}}
     answer = client.post("/stream", json=error)
     assert (answer.status_code, answer.json()) == (507, error)
@@ -184,7 +184,7 @@ def test_invalid_json_is_left_to_the_server(client, text):
 @pytest.mark.parametrize("limit", [1000, 20_000])
 @pytest.mark.parametrize("opening", ["[", '{"a": '])
 def test_depth_limit_does_not_depend_on_the_recursion_limit(client, limit, opening):
-    """100 in each other with the body's own object; a wrong setting is found in what may pass."""
+    """The limit is 100 levels with the body's own object."""
     usual = sys.getrecursionlimit()
     sys.setrecursionlimit(limit)
     try:
@@ -207,7 +207,7 @@ def test_brackets_in_a_text_do_not_count_as_depth(client):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "utf-32-le"])
 @pytest.mark.parametrize("where", ["value", "name", "deep"])
 def test_half_of_a_surrogate_pair_is_found_in_every_encoding_and_place(client, encoding, where):
-    """Written as it is and as an escape; whole pairs and what only looks like one may pass."""
+    """The half is written directly or as an escape; whole pairs are accepted."""
     for text, status in (("\ud800", 400), ("x\udfff", 400), ("\U0001f642", 200)):
         for is_escaped in (True, False):
             body = {"value": {"a": text}, "name": {text: 1}, "deep": {"a": [[{"b": [text]}]]}}
@@ -256,7 +256,7 @@ FOREIGN = {f"theirs_{number}": number for number in range(SIZE)}
     ids=["xargs", "fields", "sampling", "beside", "others", "inside", "ids", "lists", "pairs"],
 )
 def test_work_for_a_body_does_not_grow_with_unrelated_fields(body, is_refused):
-    """What is done by Python for each of many settings holds up all other requests."""
+    """Python code for every field would delay all other requests."""
     from snapkv_vllm.front.bodies import check_body
 
     settings, refused, text = ServingSettings(budget=512), False, json.dumps(body).encode()

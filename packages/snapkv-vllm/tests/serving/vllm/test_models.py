@@ -1,4 +1,4 @@
-"""The models that people serve: what is kept, what is answered, and what is left alone."""
+"""The models that users serve: kept tokens and answers equal those of the library."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def small(request, tmp_path_factory):
 
 
 def test_kept_tokens_and_answers_equal_those_of_the_library(small):
-    """Twice, so that the second time there are prefixes in the cache to begin with."""
+    """Prompts are asked two times, the second time with cached prefixes."""
     is_latent = small.model.config.model_type == "deepseek_v3"
     options = {
         "block_size": 16 if is_latent else 32,

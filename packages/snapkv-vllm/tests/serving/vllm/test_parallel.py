@@ -1,4 +1,4 @@
-"""Two processes: heads or layers shared out among them, or engines of their own."""
+"""Two processes that share heads or layers, or have engines of their own."""
 
 import json
 from dataclasses import dataclass, replace

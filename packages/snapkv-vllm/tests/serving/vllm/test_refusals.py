@@ -1,4 +1,4 @@
-"""What cannot be served is refused by name before the first request."""
+"""Engines with options that cannot be served are refused before the first request."""
 
 import copy
 import re
@@ -216,7 +216,7 @@ def test_unsupported_layers_are_refused_by_name():
 
 
 def test_group_with_mixed_layers_is_refused():
-    """Without its manager for hybrid models vLLM puts layers with windows among the others."""
+    """Without its manager for hybrid models, vLLM groups sliding-window layers with others."""
     from snapkv_vllm.blocks import compress_spec, is_compressed
 
     plain, windowed = (

@@ -1,4 +1,4 @@
-"""Every endpoint of vLLM's server that takes a body hears what it says about compression."""
+"""Every endpoint of vLLM's server with a body uses, checks or refuses settings and sessions."""
 
 import json
 import typing
@@ -72,7 +72,7 @@ def paths():
 
 
 def test_every_endpoint_of_vllm_is_listed(paths):
-    """Another one may generate: it must carry settings, or be among those that refuse them."""
+    """A new endpoint may generate, so it must use settings or refuse them."""
     assert paths <= HEARING | FORMS | RENDERED | set(ENDPOINTS_WITHOUT_XARGS) | OTHERS
 
 

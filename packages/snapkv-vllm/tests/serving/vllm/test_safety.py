@@ -1,4 +1,4 @@
-"""Wrong settings are refused whoever asks, right ones have their memory, every request counts."""
+"""Wrong settings are refused for every caller, and memory and counts are right."""
 
 from types import SimpleNamespace
 
@@ -60,7 +60,7 @@ def test_python_callers_get_an_error_and_the_engine_continues(engine, many_ids, 
     assert engine.leftovers() == []
 
 
-def test_scheduler_refuses_what_a_front_end_did_not_check(engine, many_ids, monkeypatch):
+def test_scheduler_refuses_wrong_settings_that_no_front_end_checked(engine, many_ids, monkeypatch):
     processor = engine.llm.llm_engine.input_processor
     monkeypatch.setattr(processor, "validate_logits_processors_params", lambda params: None)
     prompts = [many_ids[:100], many_ids[:90]]

@@ -1,4 +1,4 @@
-"""Preemption, shared prefixes and mixed batches: whatever vLLM does, answers stay the same."""
+"""Preemption, shared prefixes and mixed batches do not change the answers."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def alone(small):
 
 
 def test_preempted_requests_answer_as_undisturbed_ones(small, alone):
-    """Six requests that grow to four blocks each, in the 12 that 384 tokens need."""
+    """Six requests grow to four blocks each, but the pool has only 12 blocks."""
     with small_engine(
         small,
         budget=BUDGET,
@@ -54,7 +54,7 @@ def test_shared_prefixes_are_reused_and_stay_unchanged(small):
 
 
 def test_eight_questions_compute_their_text_once_and_answer_as_each_alone(small):
-    """A hit ends before what votes, also where that reaches back into the text."""
+    """A cache hit ends before the voters, even if some of them are in the text."""
     policy, text = by_layer(default_policy(BUDGET)), ids_of(11 * PAGE)
     prompts = [text + ids_of(length, seed=length) for length in (1, 5, 9, 16, 33, 41, 80, 130)]
     cached = [(len(ids) - policy.query_tokens) // PAGE * PAGE for ids in prompts]
@@ -69,7 +69,7 @@ def test_eight_questions_compute_their_text_once_and_answer_as_each_alone(small)
 
 
 def test_compiled_models_give_the_same_answers(small, alone, second_runner):
-    """Traced only where Triton's interpreter stands in: inductor would ask it for a compiler."""
+    """With Triton's interpreter, models are only traced, because inductor needs a compiler."""
     options = {"enforce_eager": False, "max_num_batched_tokens": 512}
     if second_runner:
         options["compilation_config"] = {"mode": 1, "backend": "eager"}

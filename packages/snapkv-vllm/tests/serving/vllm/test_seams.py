@@ -1,4 +1,4 @@
-"""The inner parts of vLLM that the plugin stands on; these fail first when vLLM changes one."""
+"""The private parts of vLLM that the plugin uses; these tests fail first if vLLM changes one."""
 
 import ast
 import dataclasses
@@ -145,7 +145,7 @@ def test_registered_spec_gets_its_own_manager():
 
 
 def test_metadata_has_lengths_in_the_expected_fields():
-    """A field with another length would have to be told too."""
+    """Another field with lengths would have to be reduced, too."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     names = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
@@ -181,7 +181,7 @@ def test_layers_store_by_the_slots_of_their_builder():
 
 @pytest.mark.parametrize("backend", ["flash_attn", "triton_attn"])
 def test_plain_layout_splits_a_cache_as_gpu_backends_do(backend):
-    """The expression is theirs; its result is compared with ours."""
+    """vLLM's own expression is evaluated and compared with our layout."""
     module = importlib.import_module(f"vllm.v1.attention.backends.{backend}")
     source = inspect.getsource(module)
     assert "kv_cache.transpose(1, 2).split(self.head_size, dim=-1)" in source
@@ -208,7 +208,7 @@ def test_plain_layout_splits_a_cache_as_gpu_backends_do(backend):
         ("vec16", 16, 80, torch.float16),
     ],
 )
-def test_cpu_layout_reads_what_the_kernel_wrote(isa, block_tokens, head_size, dtype):
+def test_cpu_layout_reads_the_states_that_the_kernel_wrote(isa, block_tokens, head_size, dtype):
     from snapkv_vllm.layouts import CpuLayout
 
     cache = torch.zeros(6, 3, block_tokens, 2 * head_size, dtype=dtype)
@@ -415,7 +415,7 @@ def overridden():
 
 
 def test_every_private_part_of_vllm_in_use_is_listed():
-    """Another one belongs into the list and into the table of docs/serving.md, with its reason."""
+    """A new one must be added to the list and, with its reason, to docs/serving.md."""
     files = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
     by_file = {f"{name}: {one}" for name, path in files.items() for one in touched(path)}
     assert {one for one in SEAMS if ": " in one} == by_file
@@ -447,7 +447,7 @@ def test_unlisted_use_of_a_private_part_is_found(tmp_path):
 
 
 def test_kind_of_runner_is_found_by_its_methods(monkeypatch):
-    """Whose configuration need not know of another kind."""
+    """Its configuration may lack the field for the kind of runner."""
     from snapkv_vllm import runners
 
     laid = []

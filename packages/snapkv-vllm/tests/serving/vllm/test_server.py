@@ -1,4 +1,4 @@
-"""The server as its users see it, started by vLLM's own command as it is printed."""
+"""The server as users see it, started by the printed `vllm serve` command."""
 
 import json
 import re
@@ -253,7 +253,7 @@ def test_every_metric_of_the_dashboard_exists(server, client, many_ids):
 
 
 def test_agent_loop_continues_from_its_history(server, client):
-    """The last one: its history stays in the cache."""
+    """This test is the last one, because its history stays in the cache."""
     more = {"agent_hint": {"session_id": "run"}}
     messages = [{"role": "user", "content": "Look for the word. " * 20}]
     before = server.metric("snapkv:session_requests_total")

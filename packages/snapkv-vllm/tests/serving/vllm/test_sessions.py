@@ -1,4 +1,4 @@
-"""Sessions whose next request finds its history compressed: answers are those of one cache."""
+"""Sessions that continue from a compressed history answer as one cache of the library."""
 
 import random
 
@@ -50,7 +50,7 @@ def forget(engine):
 
 
 def test_every_turn_answers_as_a_compressing_cache_of_the_library(engine, small):
-    """Turns short and long, answers too; of each the question votes, where it is known."""
+    """Turns and answers are short or long, and the question of each votes if it is known."""
     draw = random.Random(1)
     policy = by_layer(default_policy(BUDGET))
     cache = CompressedCache(small.model, policy, turns="compress")
@@ -93,7 +93,7 @@ def agents_turns(seed, turns=TURNS):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_protected_results_are_dropped_later_without_recomputation(engine, small, seed):
-    """All but the last two results go, each at the end of the turn that no longer asks for it."""
+    """Each result except the last two is dropped after the turn that no longer protects it."""
     ids, results, turns = [], [], 0
     cache = CompressedCache(small.model, FullCache())
     before, requests = reused(engine), went_on(engine)
@@ -148,7 +148,7 @@ def assert_spans(engine, results, ids, turn):
 
 
 def test_tokens_that_must_be_kept_are_recomputed_if_they_were_dropped(engine):
-    """All of its prompt, or its first tokens; then the history that was left so serves others."""
+    """A request must keep all of its prompt or its first tokens; the history then serves others."""
     first = ids_of(300, seed=11)
     longer = [*first, *ids_of(60, seed=12)]
     for more in ({"snapkv_budget": 0}, {"snapkv_protect_first": 40}):

@@ -1,4 +1,4 @@
-"""Blocks of histories, lent, replaced and dropped, against a worker that remembers every slot."""
+"""Blocks of histories, checked by a worker that remembers the token in every slot."""
 
 import random
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ class Session:
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "prefix-caching"])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_reads_its_history_and_all_blocks_are_freed(config, caching, ahead, seed):
-    """Turns come while others are answered, are aborted and preempted; histories have no room."""
+    """Turns overlap, are aborted and preempted, and the pool is too small for histories."""
     draw = random.Random(seed)
     running = simulation(config, caching=caching, ahead=ahead)
     scheduler = running.scheduler
@@ -137,7 +137,7 @@ def finished_at(running, asks, each_step):
 
 @pytest.mark.parametrize(("caching", "ahead"), [(False, 1), (True, 0)], ids=str)
 def test_new_sessions_delay_no_request(large, without, caching, ahead):
-    """As many of one token and of a few blocks as would fill the pool, and long ones behind."""
+    """Short sessions would fill the pool, and long ones follow."""
     draw = random.Random(1)
     asks = {f"r{n}": asked(draw, n, whose=draw.choice("ab")) for n in range(3 * POOL)}
     plain = {n: (ids, tokens, {"snapkv_budget": 0}) for n, (ids, tokens, _) in asks.items()}
@@ -162,7 +162,7 @@ def turn(running, name, session, ids=(1, 2, 3, 4, 5), budget=0):
 
 
 def test_api_key_does_not_evict_histories_within_the_share_of_another(large, monkeypatch):
-    """Neither by blocks nor by their number."""
+    """Shares of blocks and of histories are both respected."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held = running.scheduler.sessions
     for number in range(3):
@@ -178,7 +178,7 @@ def test_api_key_does_not_evict_histories_within_the_share_of_another(large, mon
 
 
 def test_repeated_turn_replaces_its_own_history(large):
-    """Also where it was compressed at its end, so that it cannot go on from that."""
+    """A history that was compressed at its end is replaced, too, though it cannot be continued."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     held, text = running.scheduler.sessions, range(1, 31)
     for number in range(4):
@@ -212,7 +212,7 @@ def test_sessions_are_listed_and_deleted(large):
 
 
 def test_request_that_waits_for_pinned_blocks_is_counted_and_logged(large, caplog):
-    """A request that goes on from half of a history pins the rest of it."""
+    """A request that continues from half of a history pins the other half."""
     running = simulation(large, caching=False, ahead=0, full_blocks=POOL)
     scheduler = running.scheduler
     held, pool, series = scheduler.sessions, scheduler.kv_cache_manager.block_pool, {}

@@ -1,4 +1,4 @@
-"""Which history a request goes on from, and how much is looked at."""
+"""The history from which a request continues, and the cost of finding it."""
 
 import pytest
 
@@ -65,8 +65,8 @@ def test_chosen_history_saves_the_most_tokens_of_those_that_may_be_used(running)
     assert turn.plan.prefix_tokens == 24
 
 
-def test_histories_are_compared_by_what_is_left_of_them_before_the_voters(running):
-    """Of 40 tokens six vote: of 39 in full blocks of four 36 might be used, and 32 can be."""
+def test_histories_are_compared_by_their_tokens_before_the_voters(running):
+    """Six of 40 tokens vote; 36 are in full blocks of four, and 32 can be used."""
     from snapkv_vllm.histories import CompressedPrefix
 
     held, text = running.scheduler.sessions, list(range(1, 41))
@@ -81,7 +81,7 @@ def test_histories_are_compared_by_what_is_left_of_them_before_the_voters(runnin
 
 @pytest.mark.parametrize("does_begin", [True, False], ids=["branches", "others"])
 def test_few_of_many_histories_are_planned(running, plans, does_begin):
-    """Whether they begin like the prompt and end otherwise, or are other texts."""
+    """The others begin like the prompt and end differently, or are different texts."""
     held, text = running.scheduler.sessions, list(range(1, 61))
     begins = text if does_begin else text[::-1]
     held._held = [history([*begins, number]) for number in range(512)]
@@ -121,7 +121,7 @@ def test_waiting_request_searches_again_only_after_its_session_changed(running, 
 
 
 def test_session_evicts_its_least_recently_used_history_at_the_limit(running, monkeypatch):
-    """Others keep theirs; where all of a name are in use, the new one is not held."""
+    """Other sessions keep theirs; if all histories of a session are in use, none is stored."""
     monkeypatch.setattr("snapkv_vllm.sessions._MAX_HISTORIES_PER_SESSION", 3)
     held = running.scheduler.sessions
     turn(running, "other", "a/two")

@@ -1,4 +1,4 @@
-"""Random work for a while: answers do not depend on load, and memory stays flat."""
+"""Random work under load: answers do not depend on load, and no memory leaks."""
 
 import pytest
 
@@ -18,7 +18,7 @@ SERVERS = [
 
 @pytest.mark.parametrize("server", SERVERS)
 def test_answers_do_not_depend_on_load(tmp_path, server):
-    """A minute of what `make soak` does for longer."""
+    """This test does for a minute what `make soak` does for longer."""
     found = soak.soak(soak.model(tmp_path), server, seed=0, **FEW)
     assert not found.wrong
     assert found.waits or server == "sessions", "the pool was large enough"

@@ -1,4 +1,4 @@
-"""Spans of prompts that go, stay, or keep a few: what stays is what the library keeps."""
+"""Spans of prompts that are dropped or compressed: kept tokens equal those of the library."""
 
 import random
 from dataclasses import dataclass, replace
@@ -99,7 +99,7 @@ def test_blocks_of_dropped_spans_are_freed(engine):
 
 
 def test_compressed_span_keeps_its_own_best_tokens(engine, small):
-    """What stays of it is what `SnapKV` keeps with all else protected; under no budget for all."""
+    """The reference is `SnapKV` with all other tokens protected and no budget for the prompt."""
     ids, span, stays = ids_of(200), (20, 150), 30
     entries = [{"start": 20, "end": 150, "do": "compress", "budget": stays}]
     own = {"snapkv_budget": 0, "snapkv_window_size": WINDOW, SPANS_FIELD: entries}

@@ -67,7 +67,7 @@ def count_drafts(engine):
 
 
 def test_answers_equal_those_without_drafts(engine, small):
-    """Texts that repeat themselves, the last one whole, in a pool that is too small for all."""
+    """Texts repeat themselves; the last is not compressed, and the pool is too small for all."""
     budgets = [BUDGET] * 4 + [0]
     policies = [engine.policy(budget) if budget else SnapKV(512) for budget in budgets]
     expected = [
@@ -86,7 +86,7 @@ def test_answers_equal_those_without_drafts(engine, small):
 def test_last_chunk_as_long_as_a_step_with_drafts_is_compressed_correctly(
     engine, small, second_runner
 ):
-    """A prompt whose last four tokens vLLM takes for one token and its three drafts."""
+    """The last four tokens of the prompt look to vLLM like one token and three drafts."""
     prompt = ids_of(2 * CHUNK + 4, seed=1)
     with steps_of(engine, second_runner) as steps:
         answers = engine.answers([prompt], greedy(5))
