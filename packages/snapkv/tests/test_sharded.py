@@ -120,7 +120,9 @@ def test_sharded_model_gives_same_tokens_for_every_kind_of_layer(kind, name, req
 def test_layers_that_share_keys_must_be_on_one_device():
     with pretending() as first:
         model = spread(copy.deepcopy(small_model("shared")), first, device(1), 3)
-        with pytest.raises(UnsupportedModelError, match="Put layers 2 to 3 on one device with"):
+        with pytest.raises(
+            UnsupportedModelError, match="to put the layers 2 to 3 on the same device"
+        ):
             CompressedCache(model, SNAPKV)
 
 

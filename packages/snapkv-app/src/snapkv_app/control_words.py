@@ -93,7 +93,7 @@ def tokenized(
 
     Raises:
         InvalidArgumentError: the tokenizer turns something that is not a control word into a
-            control token, for instance after normalizing it.
+            control token, for example after normalizing it.
     """
     before, after = special_tokens_around(tokenizer) if special_tokens else ([], [])
     places = [0, *(cut for cut in cuts if cut < len(text)), len(text)]

@@ -25,9 +25,17 @@ raise ImportError("half of it was there")
 """
 
 
-def start(arguments, folder, *, how=("-m", "snapkv_app"), start_new_session=False, **environment):
+def start(
+    arguments,
+    folder,
+    *,
+    how=("-m", "snapkv_app"),
+    start_new_session=False,
+    interrupt=signal.SIG_DFL,  # as in a terminal
+    **environment,
+):
     return subprocess.Popen(
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
         args=[sys.executable, *how, *arguments],
         cwd=folder,
         start_new_session=start_new_session,
@@ -70,8 +78,7 @@ def test_interrupt_at_any_moment_prints_one_line(tmp_path, seconds):
 
 
 def test_ignored_interrupt_stays_ignored(tmp_path):
-    ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {SCRIPT}"
-    process = start(("policies",), tmp_path, how=("-c", ignoring))
+    process = start(("policies",), tmp_path, interrupt=signal.SIG_IGN)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)

@@ -108,7 +108,7 @@ class Document:
             document, the cache is empty, and `generate` reads the document again.
 
         Raises:
-            InvalidTypeError: a question is not a sequence of token ids, but for instance a text.
+            InvalidTypeError: a question is not a sequence of token ids, but for example a text.
             InvalidArgumentError: there is no question, or an empty one; `questions` is a flat list
                 of token ids; or the questions have different lengths, and some layers of the model
                 keep only the last tokens.

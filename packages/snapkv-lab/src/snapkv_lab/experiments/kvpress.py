@@ -101,7 +101,7 @@ class Kvpress:
         """Generate tokens after the last prompt and return the time per token in milliseconds.
 
         Raises:
-            InvalidArgumentError: kvpress failed, for instance without a prompt, or the process
+            InvalidArgumentError: kvpress failed, for example without a prompt, or the process
                 ended.
         """
         return float(self.ask(do="decode", tokens=tokens)["ms"]) / tokens

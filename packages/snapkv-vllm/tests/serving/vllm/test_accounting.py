@@ -198,7 +198,7 @@ def test_prompt_that_never_fits_is_refused_with_the_blocks_it_needs(config):
     assert scheduler.encoder_cache_mismatch_reqs == {"long"}
     labels = {"status": "500", "reason": "prompt"}
     assert scheduler._metrics.get("refusals", **labels)._value.get() == refused + 1
-    with pytest.raises(InvalidArgumentError, match=r"26 blocks, but the cache has only 25\. Sh"):
+    with pytest.raises(InvalidArgumentError, match=r"26 blocks, but the cache only has 25\. Use"):
         scheduler._require_blocks(scheduler.requests["long"])
 
 

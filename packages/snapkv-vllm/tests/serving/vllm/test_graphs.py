@@ -140,7 +140,9 @@ def test_wrong_number_of_recorded_queries_is_refused():
     heard[0](torch.randn(5, 4, 8))
     assert recorder.take_queries("a", "first", 3).shape == (1, 4, 3, 8)
     for window in (2, 4):
-        with pytest.raises(RuntimeError, match=f"a: 3 queries captured in first, {window} exp"):
+        with pytest.raises(
+            RuntimeError, match=f"a: expected {window} captured queries in first, but got 3"
+        ):
             recorder.take_queries("a", "first", window)
-    with pytest.raises(RuntimeError, match="0 queries captured in second"):
+    with pytest.raises(RuntimeError, match="3 captured queries in second, but got 0"):
         recorder.take_queries("a", "second", 3)

@@ -158,7 +158,7 @@ def test_server_does_not_start_without_space_for_metrics(tmp_path, kind):
     ran = on_a_small_disk(folder, STARTING, kind, size="64k")
     assert ran.returncode == 0, ran.stderr
     said, left = ran.stdout.splitlines()
-    assert said.startswith("PROMETHEUS_MULTIPROC_DIR: cannot write 1.0 MiB of metrics")
+    assert said.startswith("PROMETHEUS_MULTIPROC_DIR: 1.0 MiB of metrics could not be written to")
     assert f"'{folder}" in said
     assert "No space left on device" in said
     assert left == f"[] {kind != 'own'}"
