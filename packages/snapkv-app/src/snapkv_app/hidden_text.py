@@ -22,11 +22,11 @@ _NEVER_SHOWN = (
 )
 _REGULAR_EXPRESSIONS = {"re": "http://exslt.org/regular-expressions"}
 
+# Every pattern stops at a character that it begins with, so that no sheet is searched twice.
 _LEFT_OUT = re.compile(
-    r"/\*.*?\*/|@media(?!\s*(?:all|screen)\s*\{)[^{}]*\{(?:[^{}]*\{[^{}]*\})*", re.S
+    r"/\*.*?(?:\*/|\Z)|@media(?!\s*(?:all|screen)\s*\{)[^{}@]*\{(?:[^{}]*\{[^{}]*\})*", re.S
 )
 """Comments of a style sheet, and rules for printers or for windows of some sizes."""
-_RULE = re.compile(r"([^{}]+)\{([^{}]*)\}")
 _SELECTOR = re.compile(r"[\w-]*(?:[.#][\w-]+)*")
 _DECLARATION = re.compile(r"\b(display|visibility|opacity|font-size)\s*:\s*([^;!]+)(!?)")
 _HIDING = re.compile(r"none|hidden|collapse|0(?![.\d])")
@@ -75,7 +75,9 @@ def _rules(sheet: str) -> list[tuple[list[str], str, bool]]:
         For each rule the tag, classes and id that it needs, a property, and whether it hides.
     """
     found = []
-    for selectors, declarations in _RULE.findall(sheet):
+    for block in sheet.split("}"):
+        before, _, declarations = block.rpartition("{")
+        selectors = before.rpartition("{")[2]
         for selector in filter(_SELECTOR.fullmatch, map(str.strip, selectors.split(","))):
             keys = re.findall(r"^[\w-]+|[.#][\w-]+", selector)
             strength = (selector.count("#"), selector.count("."), len(keys))
@@ -92,7 +94,7 @@ _SHEETS_AND_SLIDES = re.compile(
     r"xl/(?:workbook|worksheets/.+)\.xml|ppt/slides/.+\.xml|content\.xml"
 )
 _FOLDED = re.compile(
-    rb"""<(?:\w+:)?(?:row|col|sheet|sld)\b[^>]*\s(?:hidden=["'](?:1|true)|show=["'](?:0|false)|"""
+    rb"""<(?:\w+:)?(?:row|col|sheet|sld)\b[^<>]*\s(?:hidden=["'](?:1|true)|show=["'](?:0|false)|"""
     rb"""state=["'](?:hidden|veryHidden))|table:visibility=["'](?:collapse|filter)|"""
     rb"""table:display=["']false|presentation:visibility=["']hidden"""
 )

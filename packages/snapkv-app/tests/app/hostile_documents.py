@@ -36,6 +36,14 @@ def word(body, **parts):
     return archive({"word/document.xml": framed(begin, body, end), **parts})
 
 
+SHEETS = ("a", "/*", "@media", "@media{", "{", "}", ".a,", "p{display:none}")
+"""What a style sheet can repeat so that a pattern begins to search at every place."""
+
+
+def styled(part):
+    return f"<html><style>{part * 200_000}</style><p>word</p></html>".encode()
+
+
 def framed(begin, body, end):
     """The chunks of a text around a body, which is a text or chunks."""
     yield begin.encode()
@@ -221,6 +229,8 @@ FILES = {
     "html-tables.html": lambda: b"<table><tr><td>word" * 300_000,
     "html-attributes.html": lambda: b"<p " + b"a=1 " * 1_000_000 + b">word",
     "html-doctype.html": lambda: b"<!doctype html" + b"<!--" * 1_000_000,
+    **{f"html-style-{place}.html": partial(styled, part) for place, part in enumerate(SHEETS)},
+    "xlsx-tags.xlsx": lambda: workbook("<row " * 1_000_000),
     "json-deep.ipynb": lambda: b'{"cells": ' + b"[" * 5_000_000,
     "json-deep.json": lambda: b"[" * 5_000_000,
     "json-escapes.json": lambda: b"\\u00e1" * 5_000_000,
