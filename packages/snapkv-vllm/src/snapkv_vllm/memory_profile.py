@@ -137,13 +137,13 @@ def _vote(layer: Any, policy: Policy, largest: LargestStep, options: dict[str, A
 def _vote_across_layers(
     layers: int, layer: Any, policy: Policy, largest: LargestStep, options: dict[str, Any]
 ) -> None:
-    """Allocate what a compression of several layers together needs, as if the first layer kept all
-    of its tokens. Nothing is returned, and all memory is free again afterwards, so that only the
-    device's peak shows it.
+    """Use as much memory as compressing a prompt in several layers together can need.
+
+    Most is needed if the first layer keeps all of its tokens, so the other layers get scores of
+    zero. All memory is free again afterwards: the caller reads the peak of the device.
 
     Args:
-        layers: how many layers share one budget. Only one of them is scored; the others have scores
-            of zero.
+        layers: how many layers share one budget. Only the first of them is scored.
         layer: vLLM's attention layer, from which the sizes are taken.
         policy: the method, which compresses all layers together.
         largest: the length of the prompt.

@@ -15,9 +15,11 @@ def main() -> None:
     3 if `--check` found an answer that differs from the answer of the full cache; and 130 after an
     interruption.
     """
-    # Set before torch is imported: waiting threads must not spin on the cores.
+    # Set before torch is imported. A waiting thread spins for some microseconds, the time between
+    # two operations of a decode step, because waking it up takes longer than such an operation. It
+    # must not spin longer, or it would take a core from other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the stream is closed
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 # open until the end

@@ -385,7 +385,10 @@ def _behind(factor, faded, next_factor, next_faded):
 
 @triton.jit(do_not_specialize=["P"])
 def _fade(votes_at, faded_at, P, decay, BLOCK: tl.constexpr):
-    """Fade the votes of one head, one block after the other."""
+    """Raise each vote of one head to the largest earlier one, which falls by `decay` per position.
+
+    One program computes a head, one block of positions after the other.
+    """
     start = tl.program_id(0).to(tl.int64) * P
     across = tl.arange(0, BLOCK)
     carried = float("-inf")

@@ -156,9 +156,10 @@ def _carry(
     CAPPED: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the faded weight at the end of one split of the keys.
+    """Compute for each query what is left of its weights at the end of one split of the keys.
 
-    It does not include what earlier splits carry on to this one.
+    That is the largest of the weights, after each has fallen by the decay with every key after its
+    own. Weights of earlier splits, which also reach into this one, are not included.
     """
     head, row, own, queries = rows_of_program(queries_at, T, W, rows, TILE, D, D_BLOCK)
     part, first = tl.program_id(1), first_token(pads_at, head, Hkv, PADDED) + sinks
