@@ -3,7 +3,7 @@
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -20,7 +20,7 @@ _NEVER_SHOWN = (
     r"'display\s*:\s*none|visibility\s*:\s*(hidden|collapse)|"
     r"(opacity|font-size)\s*:\s*0[^.\d]*(;|$)', 'i')]"
 )
-_REGULAR_EXPRESSIONS = {"re": "http://exslt.org/regular-expressions"}
+_REGULAR_EXPRESSIONS = "http://exslt.org/regular-expressions"
 
 # Every pattern stops at a character that it begins with, so that no sheet is searched twice.
 _LEFT_OUT = re.compile(
@@ -38,9 +38,7 @@ def remove_hidden_elements(page: Any) -> bool:
     Returns:
         Whether a style sheet of the page hides an element that was removed.
     """
-    from lxml import etree
-
-    hidden = set(etree.XPath(_NEVER_SHOWN, namespaces=_REGULAR_EXPRESSIONS)(page))
+    hidden = set(page.xpath(_NEVER_SHOWN, namespaces={"re": _REGULAR_EXPRESSIONS}))
     by_sheet = _hidden_by_sheet(page)
     for element in hidden | by_sheet:
         if element.getparent() is not None:
@@ -77,13 +75,13 @@ def _rules(sheet: str) -> list[tuple[list[str], str, bool]]:
     found = []
     for block in sheet.split("}"):
         before, _, declarations = block.rpartition("{")
-        selectors = before.rpartition("{")[2]
-        for selector in filter(_SELECTOR.fullmatch, map(str.strip, selectors.split(","))):
+        selectors = before.rpartition("{")[2].split(",")
+        for selector in filter(_SELECTOR.fullmatch, map(str.strip, selectors)):
             keys = re.findall(r"^[\w-]+|[.#][\w-]+", selector)
             strength = (selector.count("#"), selector.count("."), len(keys))
             for kind, value, is_important in _DECLARATION.findall(declarations.lower()):
-                is_hiding = _HIDING.match(value) is not None
-                found.append(((is_important, strength), (keys, kind, is_hiding)))
+                rule = keys, kind, bool(_HIDING.match(value))
+                found.append(((is_important, strength), rule))
     return [rule for _, rule in sorted(found, key=lambda pair: pair[0]) if rule[0]]
 
 
@@ -123,7 +121,7 @@ def remove_hidden_text(name: str, data: bytes) -> tuple[bytes, list[str]]:
     copy, losses = BytesIO(data), []
     with zipfile.ZipFile(copy, "a") as archive:
         names = archive.namelist()
-        sheets = unpack(name, archive, filter(_SHEETS_AND_SLIDES.fullmatch, names))
+        sheets = unpack(name, archive, [*filter(_SHEETS_AND_SLIDES.fullmatch, names)])
         if any(map(_FOLDED.search, sheets)):
             losses.append("it has hidden sheets, rows, columns or slides, which were read")
         places = [*filter(_TEXT_PARTS.fullmatch, names)]
@@ -139,7 +137,7 @@ def remove_hidden_text(name: str, data: bytes) -> tuple[bytes, list[str]]:
     return copy.getvalue(), losses
 
 
-def unpack(name: str, archive: zipfile.ZipFile, places: Iterable[str]) -> list[bytes]:
+def unpack(name: str, archive: zipfile.ZipFile, places: Sequence[str]) -> list[bytes]:
     """Read parts of an archive; no part is read beyond the size that the archive declares for it.
 
     Args:
@@ -150,7 +148,6 @@ def unpack(name: str, archive: zipfile.ZipFile, places: Iterable[str]) -> list[b
     Raises:
         DocumentError: the parts have too many bytes together.
     """
-    places = list(places)
     if sum(archive.getinfo(place).file_size for place in places) > _MOST_UNPACKED:
         raise refused(
             f"expected at most {_MOST_UNPACKED >> 20} MiB of markup, but got more in {name}",

@@ -132,27 +132,6 @@ def test_inputs_embeds_give_same_tokens_as_input_ids():
     assert torch.equal(new, tokens[:, PROMPT:])
 
 
-IDS = random_ids(1, 60)
-WAYS = {
-    "inputs=": ((), {"inputs": IDS}),
-    "input_ids=": ((), {"input_ids": IDS}),
-    "None, input_ids=": ((None,), {"input_ids": IDS}),
-    "inputs=None, input_ids=": ((), {"inputs": None, "input_ids": IDS}),
-}
-
-
-@pytest.mark.parametrize(("given", "named"), WAYS.values(), ids=WAYS)
-def test_prompt_is_compressed_equally_for_every_way_of_passing_ids(given, named):
-    model, reports, answers = tiny_model("llama"), [], []
-    for args, kwargs in (((IDS,), {}), (given, named)):
-        cache = CompressedCache(model, SnapKV(24, window_size=8))
-        options = {"prefill_chunk_size": 16, "max_new_tokens": 4, "do_sample": False}
-        answers.append(model.generate(*args, **kwargs, past_key_values=cache, **options))
-        reports.append(cache.report().summary)
-    assert torch.equal(*answers)
-    assert reports[0] == reports[1]
-
-
 def test_wrapped_model_gives_unchanged_tokens_without_compressed_cache():
     model, ids = tiny_model("llama"), random_ids(2, PROMPT)
     cache = CompressedCache(model, POLICY)
