@@ -40,6 +40,7 @@ from snapkv_lab.experiments.prompts import cut_stretch, quoted_document, read_pr
 from snapkv_lab.rows import Row
 
 SEED = 7
+_QUOTED = 8  # tokens of a sentence that a question about a passage quotes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +126,18 @@ class TextMaker:
         """
         own = draw.sample(needles, len(needles))
         hay = cut_stretch(self._tokenizer, self._essays, tokens - sum(map(len, own)), draw)
-        ends = [
-            place + 1
-            for place, token in enumerate(hay)
-            if self._tokenizer.decode(token).endswith((".", "?", "!"))
-        ]
-        places = sorted(draw.sample(ends, len(own)), reverse=True)
+        places = sorted(draw.sample(self._sentence_ends(hay), len(own)), reverse=True)
         for place, needle in zip(places, own, strict=True):
             hay[place:place] = needle
         return hay
+
+    def _sentence_ends(self, ids: Sequence[int]) -> list[int]:
+        """Return the places behind all tokens that end with the mark of a sentence's end."""
+        return [
+            place + 1
+            for place, token in enumerate(ids)
+            if self._tokenizer.decode(token).endswith((".", "?", "!"))
+        ]
 
     def lines(self, tokens: int, index: int, questions: int) -> QuestionedText:
         """Make a text of numbered lines, and questions about some of them.
@@ -200,6 +204,28 @@ class TextMaker:
                 document = quoted_document(self._tokenizer, source[start:], **shape)
         cases = [_case("quotations", one.question_ids, one.answer_ids) for one in document.quotes]
         return QuestionedText(name=name, ids=document.ids, cases=cases)
+
+    def passages(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
+        """Make a text with a question that quotes the beginning of a sentence in its middle. The
+        answer is what the text says next, over several sentences.
+
+        Args:
+            tokens: the number of tokens of the text, at least twice `answer_tokens`.
+            answer_tokens: the number of tokens of the answer.
+            index: the number of the text. Even ones are from essays, and odd ones from Python's
+                manual.
+
+        Raises:
+            IndexError: no sentence begins in the second quarter of the text.
+        """
+        name = f"passages/{tokens}/{index}"
+        draw = random.Random(f"{SEED}/{name}")
+        ids = cut_stretch(self._tokenizer, self._prose[index % 2], tokens, draw)
+        middle = range(tokens // 4, tokens // 2 - _QUOTED)
+        begin = draw.choice([place for place in self._sentence_ends(ids) if place in middle])
+        quoted, answer = ids[begin : begin + _QUOTED], ids[begin + _QUOTED :][:answer_tokens]
+        question = [*self._encode('\n\nThe text above says: "'), *quoted]
+        return QuestionedText(name=name, ids=ids, cases=[_case("passages", question, answer)])
 
     def prose(self, tokens: int, answer_tokens: int, index: int) -> QuestionedText:
         """Make a text and its continuation, for which only the loss is measured.
@@ -386,18 +412,34 @@ def make_prompts(read: ReadText, text: QuestionedText, setting: str) -> Iterator
         yield PromptCases(read.with_question(case.question_ids), ids, [case])
 
 
-@torch.inference_mode()
 def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion) -> Row:
-    """Compute the score of the right answer to a question with the given cache.
-
-    Methods that evict at every step read the answer token by token. Other methods read the tokens
-    between prompt and answer, and the answer, in one pass. The cache is used up.
+    """Compute the score of the right answer to a question with the given cache, which is used up.
 
     Returns:
         "right": for every part of the answer, 1 if each of its tokens was the most likely one, else
             0.
         "nll": negative log-likelihood (nats) per answer token after the first, or None if the
             answer has only one token.
+    """
+    is_right, losses = score_tokens(prompt, cache, case)
+    return {
+        "right": [int(is_right[list(part)].all()) for part in case.parts],
+        "nll": round(float(losses[1:].mean()), 4) if len(losses) > 1 else None,
+    }
+
+
+@torch.inference_mode()
+def score_tokens(
+    prompt: RecordedPrompt, cache: CompressedCache, case: TextQuestion
+) -> tuple[Tensor, Tensor]:
+    """Feed the right answer to a question, and score each of its N tokens.
+
+    Methods that evict at every step read the answer token by token. Other methods read the tokens
+    between prompt and answer, and the answer, in one pass. The cache is used up.
+
+    Returns:
+        (N,) bool, whether each token was the most likely one, and (N,) float32, the negative
+        log-likelihood of each token in nats.
     """
     answer, between = list(case.answer_ids), list(case.between_ids)
     fed = torch.tensor([between + answer[:-1]], device=prompt.last_logits.device)
@@ -409,12 +451,8 @@ def score_answer(prompt: RecordedPrompt, cache: CompressedCache, case: TextQuest
         after = torch.cat([_read(prompt.model, cache, each) for each in parts if each.numel()], 1)
         logits = after[:, len(between) - 1 :] if between else torch.cat([logits, after], dim=1)
     right = torch.tensor(answer, device=logits.device)
-    is_right = logits[0].argmax(dim=-1) == right
     losses = torch.nn.functional.cross_entropy(logits[0].float(), right, reduction="none")
-    return {
-        "right": [int(is_right[list(part)].all()) for part in case.parts],
-        "nll": round(float(losses[1:].mean()), 4) if len(answer) > 1 else None,
-    }
+    return logits[0].argmax(dim=-1) == right, losses
 
 
 def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def test_help_of_every_experiment_has_its_title(name, capsys):
 
 
 CHEAP = ["by_default", "recall", "speed"]
-SLOW = ["library", "methods"]
+SLOW = ["library", "long_answers", "methods"]
 
 
 @pytest.mark.parametrize(

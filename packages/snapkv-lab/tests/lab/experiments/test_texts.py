@@ -15,6 +15,7 @@ from snapkv_lab.experiments.texts import (
     list_answers,
     make_prompts,
     score_answer,
+    score_tokens,
 )
 from snapkv_lab.experiments.ways import right_cell
 
@@ -73,6 +74,9 @@ def test_scored_answer_equals_one_by_hand(policy, text, read):
         right, loss = by_hand(prompt, prompt.compressed(policy), case)
         assert found["right"] == [int(right)]
         assert found["nll"] == pytest.approx(loss, abs=1e-3)
+        is_right, losses = score_tokens(prompt, prompt.compressed(policy), case)
+        assert len(is_right) == len(losses) == len(case.answer_ids)
+        assert float(losses[1:].mean()) == pytest.approx(loss, abs=1e-3)
 
 
 def test_texts_hold_the_answers_to_their_questions(demo, make):
@@ -87,6 +91,15 @@ def test_texts_hold_the_answers_to_their_questions(demo, make):
             assert decode(case.answer_ids).strip() in " ".join(decode(text.ids).split()), text.name
             [part] = case.parts
             assert list(part) == list(range(1, len(case.answer_ids)))
+
+
+def test_passage_quotes_eight_tokens_and_asks_for_those_that_follow(make):
+    text = make.passages(512, 100, 0)
+    [case] = text.cases
+    quoted = case.question_ids[-8:]
+    [place] = [i for i in range(512) if list(text.ids[i : i + 8]) == list(quoted)]
+    assert 128 <= place < 256
+    assert list(case.answer_ids) == list(text.ids[place + 8 : place + 108])
 
 
 def _made_rows():
