@@ -199,6 +199,16 @@ def test_layer_index_beyond_configured_layers_is_refused_by_name():
         call(model, CompressedCache(model, SNAPKV), random_ids(1, 70))
 
 
+def test_model_that_adds_copies_of_layers_to_the_cache_is_refused_by_name():
+    """The family `dory` does this: each loop over its layers has keys of its own."""
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = CompressedCache(model, SNAPKV)
+    cache.layers.append(copy.deepcopy(cache.layers[3]))
+    model.model.layers[3].self_attn.layer_idx = 4
+    with pytest.raises(UnsupportedModelError, match="has added layers to the cache"):
+        call(model, cache, random_ids(1, 70))
+
+
 def test_concurrent_use_of_one_cache_is_refused_in_second_thread():
     model, ids = tiny_model("llama"), random_ids(1, 40)
     cache, alone = CompressedCache(model, SNAPKV), CompressedCache(model, SNAPKV)

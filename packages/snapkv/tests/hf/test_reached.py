@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 from snapkv import CacheMismatchError, CompressedCache, FullCache, SnapKV, UnsupportedModelError
@@ -92,6 +93,38 @@ def test_cache_keyword_is_refused_where_transformers_would_ignore_it():
             model(ids, cache=cache)
     model(ids, **passed(cache))
     assert cache.report().kept_tokens == 36
+
+
+def dory(loops):
+    """Return a model of a family whose `forward` knows only the new name of the cache."""
+    layers = {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
+    kinds = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    config = transformers.DoryConfig(
+        vocab_size=64, num_key_value_heads=2, n_recurrent_loops=loops, **layers, **sizes, **kinds
+    )
+    return transformers.DoryForCausalLM(config).eval()
+
+
+needs_dory = pytest.mark.skipif(
+    not hasattr(transformers, "DoryConfig"), reason="needs transformers 5.24"
+)
+
+
+@needs_dory
+def test_old_cache_keyword_is_refused_where_model_would_ignore_it():
+    model, ids = dory(loops=1), random_ids(1, PROMPT) % 64
+    cache = CompressedCache(model, POLICY)
+    with pytest.raises(CacheMismatchError, match=r"ignores the name.*Pass .* cache=cache"):
+        model(ids, past_key_values=cache)
+    model(ids, cache=cache)
+    assert cache.report().kept_tokens == 36
+
+
+@needs_dory
+def test_model_that_runs_layers_several_times_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="DoryForCausalLM runs some of its layers 2 ti"):
+        CompressedCache(dory(loops=2), POLICY)
 
 
 class ReplacesTheCache:

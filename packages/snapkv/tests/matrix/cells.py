@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from snapkv import AdaKV, CompressedCache, SnapKV, SnapKVError
 from snapkv.cache.layer import CompressedLayer
+from snapkv.hf.cache_argument import passed
 from tests.matrix.shrinking import VOCABULARY, tiny
 from tests.oracle import hidden_columns, masked_judge, masked_pass
 
@@ -116,7 +117,7 @@ def require_close(found: Tensor, expected: Tensor, what: str) -> None:
 
 @torch.no_grad()
 def _pass(model, cache, ids, mask=None, positions=None) -> Tensor:
-    return model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
+    return model(ids, **passed(cache), attention_mask=mask, position_ids=positions).logits
 
 
 def _answered(model: PreTrainedModel, text: Text, cache, *stops: int) -> Tensor:
@@ -237,7 +238,7 @@ def _generated(model: PreTrainedModel, cache, **options) -> Tensor:
     ids = Text.drawn(PROMPT).ids
     ids[:, -12:] = ids[:, 12:24]
     options |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
-    return model.generate(ids, past_key_values=cache, **options)
+    return model.generate(ids, **passed(cache), **options)
 
 
 CELLS: dict[str, Callable[[PreTrainedModel], None]] = {

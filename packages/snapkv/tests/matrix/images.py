@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from snapkv import AdaKV, CompressedCache, SnapKVError
+from snapkv.hf.cache_argument import passed
 from tests.matrix.cells import (
     CLOSE,
     MATTERS,
@@ -240,7 +241,7 @@ def _generate(model: PreTrainedModel, cache, ids: Tensor, after_step: Callable, 
 
     return model.generate(
         ids,
-        past_key_values=cache,
+        **passed(cache),
         max_new_tokens=NEW + 1,
         do_sample=False,
         suppress_tokens=list(range(60, 64)),
@@ -310,12 +311,12 @@ def saved(model: PreTrainedModel, image: Image) -> None:
     other = type(model)(copy.deepcopy(model.config)).eval()
     other.load_state_dict(model.state_dict())
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        model(text.ids, past_key_values=cache, **image.arguments(text.ids))
+        model(text.ids, **passed(cache), **image.arguments(text.ids))
         cache.save(Path(folder) / "cache.safetensors")
         loaded = CompressedCache.load(Path(folder) / "cache.safetensors", other)
         token = text.ids[:, :1]
-        found = other(token, past_key_values=loaded).logits
-        require_close(found, model(token, past_key_values=cache).logits, "loaded")
+        found = other(token, **passed(loaded)).logits
+        require_close(found, model(token, **passed(cache)).logits, "loaded")
 
 
 IMAGE_CELLS: dict[str, Callable[[PreTrainedModel, Image], None]] = {

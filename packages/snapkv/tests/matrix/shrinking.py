@@ -130,6 +130,7 @@ _ONE_TILE = {"image_grid_pinpoints": [[IMAGE_SIZE, IMAGE_SIZE]]}
 OWN: dict[str, dict[str, Any]] = {
     "mistral": _ATTENDING,  # the window of the first release, that of none since
     "ministral": {"layer_types": _SLIDING},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": _STATES},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},

@@ -81,7 +81,7 @@ def test_plan_and_report_count_bytes_of_growing_layers(model):
     assert report["growing_share"] == pytest.approx(40 * token / whole)
     assert ("layers grow" in str(report)) == (40 * token < whole)
     half = CompressedCache(tiny(model), SnapKV("50%", window_size=4))  # of what grows
-    tiny(model)(Text.drawn(40).ids, past_key_values=half)
+    tiny(model)(Text.drawn(40).ids, **passed(half))
     report = half.report()
     assert report["growing_held_share"] == 0.5
     assert report.held_bytes == whole - (40 - int(report.kept_tokens)) * token

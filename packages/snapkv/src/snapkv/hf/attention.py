@@ -26,6 +26,7 @@ from snapkv.cache.spans import protected_slots
 from snapkv.errors import CacheMismatchError, SnapKVError, UnsupportedModelError, wrong
 from snapkv.hf import forward_context
 from snapkv.hf.attend import Attended, AttentionCall, attend_stored, with_fitting_mask
+from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.hf.forward_context import ForwardContext, Phase, Shared
 from snapkv.hf.masks import leading_pads, mask_function, sees_ahead
 from snapkv.hf.model_parts import has_read_image, output_weight
@@ -519,16 +520,20 @@ def _is_of_layer(call: AttentionCall, context: ForwardContext) -> bool:
 
 
 def _require_cache_was_used(call: AttentionCall) -> None:
-    """Raise if the cache was passed as ``cache=`` to a model that ignores this argument.
+    """Raise if the cache was passed to a model under a name that the model ignores.
+
+    Releases of transformers before 5.24 ignore ``cache=``, and models that are new in 5.24 ignore
+    ``past_key_values=``. They pass such an argument through to their attention.
 
     Raises:
-        CacheMismatchError: transformers is older than 5.24 and passed the cache through.
+        CacheMismatchError: a `CompressedCache` was passed through.
     """
-    if isinstance(getattr(call.options.get("cache"), "prompt_state", None), PromptState):
+    if isinstance(getattr(cache_among(call.options), "prompt_state", None), PromptState):
+        (used,) = passed(None)
         raise wrong(
             "cache",
-            "this version of transformers ignores this argument, but a CompressedCache was passed",
-            "Use the argument past_key_values=cache instead, or install transformers 5.24 or newer",
+            "the model ignores the name of the argument with which the CompressedCache was passed",
+            f"Pass the cache as the argument {used}=cache of the model",
             CacheMismatchError,
         )
 

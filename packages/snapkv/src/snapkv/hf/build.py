@@ -172,8 +172,9 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
     """Raise unless the prompt of the model is in a `DynamicCache` of transformers.
 
     Raises:
-        UnsupportedModelError: the model has an encoder, needs a cache class of its own, or shares
-            keys and values between layers in a way that its configuration does not describe.
+        UnsupportedModelError: the model has an encoder, needs a cache class of its own, runs layers
+            several times for each token, or shares keys and values between layers in a way that its
+            configuration does not describe.
     """
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -189,6 +190,14 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
             "model",
             f"the model {name} does not support the DynamicCache of transformers",
             "Use the cache class that belongs to this model",
+            UnsupportedModelError,
+        )
+    if (loops := getattr(config, "n_recurrent_loops", 1)) > 1:
+        # Earlier loops read stored keys past the cache, or store more layers than it was made for.
+        raise wrong(
+            "model",
+            f"the model {name} runs some of its layers {loops} times for each token",
+            "Use the default cache of transformers for this model",
             UnsupportedModelError,
         )
     if getattr(config, "num_kv_shared_layers", None) and not _readers(config):

@@ -155,7 +155,7 @@ class CompressedCache(Cache):
         self._use = use(model)
         self.policy, self.setup = policy, setup
         self.prompt_state = PromptState(layers=compressed)
-        self._choosing = tuple(self.compressed_layers)
+        self._choosing, self._layer_count = tuple(self.compressed_layers), len(self.layers)
         self._first = self._choosing[0]
         # Models ask layer 0 for the sizes of their masks. If that layer was pruned from the model,
         # the first compressed layer answers in its place.
@@ -189,8 +189,8 @@ class CompressedCache(Cache):
         Raises:
             CacheMismatchError: the batch has another size, an announced length does not fit, or
                 an earlier forward pass was interrupted.
-            UnsupportedModelError: the model has more layers than its configuration says, or
-                transformers would not pass the cache to its layers.
+            UnsupportedModelError: the model has more layers than its configuration says, or adds
+                layers to the cache, or transformers would not pass the cache to its layers.
         """
         if layer_idx >= len(self.layers):
             raise wrong(
@@ -203,6 +203,14 @@ class CompressedCache(Cache):
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
             self._require_coming(new_tokens, rows=len(key_states))
+        if layer_idx >= self._layer_count:
+            raise wrong(
+                "model",
+                f"{self.setup.model} has added layers to the cache, since it runs some of its "
+                "layers several times for each token",
+                "Use the default cache of transformers for this model",
+                UnsupportedModelError,
+            )
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.free_dropped_tokens(layer, new_tokens)
