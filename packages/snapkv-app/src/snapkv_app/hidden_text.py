@@ -96,17 +96,23 @@ _FOLDED = re.compile(
     rb"""state=["'](?:hidden|veryHidden))|table:visibility=["'](?:collapse|filter)|"""
     rb"""table:display=["']false|presentation:visibility=["']hidden"""
 )
+_NOT_COMPUTED = re.compile(
+    rb"""<(?:\w+:)?c\b(?![^<>]*\st=["']str["'])[^<>]*>\s*<(?:\w+:)?f\b(?:[^<>]*/|[^<>]*>[^<>]*</(?:\w+:)?f)>"""
+    rb"""\s*(?:<(?:\w+:)?v\s*/>|<(?:\w+:)?v>\s*</|</)|"""
+    rb"""<table:table-cell\b(?=[^<>]*\stable:formula=)(?![^<>]*\soffice:value-type=)"""
+)
+"""Cells with a formula and no result; Excel stores an empty text as a result of the type str."""
 
 
 def remove_hidden_text(name: str, data: bytes) -> tuple[bytes, list[str]]:
-    """Remove the hidden text of a Word or OpenDocument file.
+    """Remove the hidden text of a Word or OpenDocument file, and find what a workbook leaves out.
 
     Args:
         name: the name of the file, for error messages.
         data: the content of the file; any file of an Office program.
 
     Returns:
-        The content without hidden text, and a clause for each kind of hidden content.
+        The content without hidden text, and a clause for each kind of hidden or missing content.
 
     Raises:
         DocumentError: the parts with text have too many bytes when they are unpacked.
@@ -122,6 +128,8 @@ def remove_hidden_text(name: str, data: bytes) -> tuple[bytes, list[str]]:
     with zipfile.ZipFile(copy, "a") as archive:
         names = archive.namelist()
         sheets = unpack(name, archive, [*filter(_SHEETS_AND_SLIDES.fullmatch, names)])
+        if any(map(_NOT_COMPUTED.search, sheets)):
+            losses.append("it has formulas without stored results, which are not read")
         if any(map(_FOLDED.search, sheets)):
             losses.append("it has hidden sheets, rows, columns or slides, which were read")
         places = [*filter(_TEXT_PARTS.fullmatch, names)]
