@@ -11,6 +11,7 @@ from docx import Document
 from docx.enum.style import WD_STYLE_TYPE
 from docx.oxml import OxmlElement
 from openpyxl import Workbook
+from openpyxl.comments import Comment
 from pptx import Presentation
 from pptx.util import Cm
 from pypdf import PdfWriter
@@ -454,6 +455,51 @@ def test_formulas_without_results_are_reported(tmp_path):
     text, (line,) = noted(tmp_path / "a.xlsx")
     assert text.split() == ["Sheet", "Total"]
     assert line.endswith("it has formulas without stored results, which are not read")
+
+
+def commented_cell(path):
+    book = Workbook()
+    book.active["A1"] = "Gate"
+    book.active["A1"].comment = Comment("At nine", "Ann")
+    book.save(path)
+
+
+def commented_slide(path):
+    hidden_slides(path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("ppt/comments/modernComment_1.xml", "<p>At nine</p>")
+
+
+def annotated_cell(path):
+    note = "<office:annotation><text:p>At nine</text:p></office:annotation>"
+    kind = "office:value-type='string'"
+    cell = f"<table:table-cell {kind}>{note}<text:p>Gate</text:p></table:table-cell>"
+    rows = f"<table:table table:name='S'><table:table-row>{cell}</table:table-row></table:table>"
+    path.write_bytes(open_document("spreadsheet", rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("a.xlsx", commented_cell), ("a.pptx", commented_slide), ("a.ods", annotated_cell)],
+)
+def test_comments_that_are_not_read_are_reported(tmp_path, name, make):
+    make(tmp_path / name)
+    text, (line,) = noted(tmp_path / name)
+    assert "nine" not in text
+    assert "it has comments, which are not read" in line
+
+
+def test_text_that_was_moved_is_read_at_its_new_place_only(tmp_path):
+    document = Document()
+    for tag in ("w:moveFrom", "w:moveTo"):
+        change, run, text = OxmlElement(tag), OxmlElement("w:r"), OxmlElement("w:t")
+        text.text = "at nine"
+        run.append(text)
+        change.append(run)
+        document.add_paragraph(f"{tag}: ")._p.append(change)
+    document.save(tmp_path / "a.docx")
+    text, lines = noted(tmp_path / "a.docx")
+    assert (text, lines) == ("w:moveFrom: \nw:moveTo: at nine", [])
 
 
 @pytest.mark.parametrize(
