@@ -14,7 +14,7 @@ from snapkv.hf.cache import CompressedCache
 from snapkv.hf.placement import device_of
 from snapkv.hf.support import Turns
 from snapkv.kvzip import require_one_reading
-from snapkv.policies import EvictingPolicy, Policy
+from snapkv.policies import POLICIES, EvictingPolicy, Policy
 from snapkv.policies.spans import Span
 from snapkv.storage.bits import Quantize
 from snapkv.storage.offload import Recall
@@ -296,8 +296,8 @@ class Conversation:
             path: the file.
             loaded: the model that has read the conversation, and its tokenizer.
             settings: the length of the answers and how they are sampled.
-            policy: a policy with `needs`, such as the ids of tokens, must be the policy of the
-                conversation. Any other is ignored, and the file's policy is used.
+            policy: a policy that is not in `POLICIES` must be the policy of the conversation. Any
+                other is ignored, and the file's policy is used.
             recall: where evicted tokens are offloaded from now on: "host" or a folder. None for the
                 host if the conversation was saved with recall, and for no recall if it was not.
                 "none" is only accepted in the second case.
@@ -309,7 +309,7 @@ class Conversation:
                 the choice that was saved.
         """
         policy = policy.with_tokenizer(loaded.tokenizer)
-        own = policy if policy.needs else None
+        own = None if policy.name in POLICIES else policy
         wanted = None if recall == NO_RECALL else recall
         cache, beside = CompressedCache.load_with(path, loaded.model, policy=own, recall=wanted)
         if recall == NO_RECALL and cache.options["turns"] == "recall":

@@ -89,8 +89,8 @@ def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
     except OSError as error:
         raise wrong(
             "SNAPKV_CACHE_DIR",
-            f"the folder {folder.parent} does not have enough space for the converted file "
-            f"{path.name} ({model.num_parameters() * dtype.itemsize:,} bytes): "
+            f"the converted file {path.name} ({model.num_parameters() * dtype.itemsize:,} bytes) "
+            f"cannot be written to the folder {folder.parent}: "
             f"{error.strerror or error}",
             "Set SNAPKV_CACHE_DIR to a different folder",
         ) from error

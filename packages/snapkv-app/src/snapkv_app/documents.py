@@ -5,6 +5,7 @@ The libraries for it are written in C and Rust, and documents come from stranger
 needed.
 """
 
+import codecs
 import json
 import posixpath
 import re
@@ -265,6 +266,7 @@ def _read_mail(name: str, data: bytes) -> Reading:
         raise refused(
             f"expected at most {_MOST_MULTIPARTS} multiparts, but got more in {name}", _PRINT
         )
+    data = data.removeprefix(codecs.BOM_UTF8).lstrip()  # else the fields were part of the body
     message = email.message_from_bytes(data, policy=email.policy.default)
     fields = (len(value) for part in message.walk() for _, value in part.raw_items())
     if max(fields, default=0) > _MOST_OF_FIELD:
@@ -277,17 +279,34 @@ def _read_mail(name: str, data: bytes) -> Reading:
     ]
     body = message.get_body(("html", "plain"))
     text, losses = "", list[str]()
-    if body:
-        encoding_in_browsers(name, body.get_content_charset("ascii"))  # raises for others
-        text = body.get_content()
+    if body is not None:  # a part without fields is false
+        text = _decode_body(name, body)
         if body.get_content_subtype() == "html":
             text, losses = _shown_text(text)
     is_page = message.get_content_type() == "multipart/related"  # its parts are pictures and styles
-    others = () if is_page else message.iter_attachments()
+    is_file = body is None and not message.is_multipart()
+    others = [message] if is_file else [] if is_page else [*message.iter_attachments()]
+    others += (part for part in message.walk() if part.is_attachment() and part not in others)
     names = ", ".join(part.get_filename() or part.get_content_type() for part in others)
     if names:
         losses.append(f"it has attachments, which are not read ({names})")
     return Reading("\n".join(head) + "\n\n" + text, losses)
+
+
+def _decode_body(name: str, body: Any) -> str:
+    """Decode the body of an e-mail, as a text file if it declares ASCII or no encoding.
+
+    Raises:
+        DocumentError: the body is not in UTF-8 and declares no other encoding, or it declares one
+            that no text is in.
+    """
+    declared: str = body.get_content_charset("ascii")
+    encoding = encoding_in_browsers(name, declared)
+    data: bytes = body.get_payload(decode=True)
+    if codecs.lookup(declared).name == "ascii":
+        return decode(name, data)
+    # Browsers read UTF-8 where a page declares UTF-16 in ASCII, but an e-mail can be in UTF-16.
+    return data.decode(declared if encoding == "utf-8" else encoding, "replace")
 
 
 # Notebooks.

@@ -36,9 +36,10 @@ def find_footprint(
 
     Raises:
         ModelNotFoundError: there is no file, folder or model on the hub with that name.
-        InvalidArgumentError: `config.json` is damaged, or `revision` is passed with something else
-            than a hub id.
-        UnsupportedModelError: the sizes of the model's family are not known, or the dtype is not.
+        InvalidArgumentError: `config.json` is damaged, `dtype` is not known, or `revision` is
+            passed with something else than a hub id.
+        UnsupportedModelError: the sizes of the model's family are not known, or the dtype of the
+            checkpoint is not.
         MissingDependencyError: a package that the model needs is not installed.
     """
     shape = None if revision else _DEMO_SHAPE if name == "demo" else shape_of(name)

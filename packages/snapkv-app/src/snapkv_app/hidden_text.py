@@ -96,17 +96,25 @@ _FOLDED = re.compile(
     rb"""state=["'](?:hidden|veryHidden))|table:visibility=["'](?:collapse|filter)|"""
     rb"""table:display=["']false|presentation:visibility=["']hidden"""
 )
+_COMMENTS = re.compile(r"(?:xl|ppt)/comments?.*\.xml")
+"""The comments of workbooks and slides, which xberg does not read."""
+_NOT_COMPUTED = re.compile(
+    rb"""<(?:\w+:)?c\b(?![^<>]*\st=["']str["'])[^<>]*>\s*<(?:\w+:)?f\b(?:[^<>]*/|[^<>]*>[^<>]*</(?:\w+:)?f)>"""
+    rb"""\s*(?:<(?:\w+:)?v\s*/>|<(?:\w+:)?v>\s*</|</)|"""
+    rb"""<table:table-cell\b(?=[^<>]*\stable:formula=)(?![^<>]*\soffice:value-type=)"""
+)
+"""Cells with a formula and no result; Excel stores an empty text as a result of the type str."""
 
 
 def remove_hidden_text(name: str, data: bytes) -> tuple[bytes, list[str]]:
-    """Remove the hidden text of a Word or OpenDocument file.
+    """Remove the hidden text of a Word or OpenDocument file, and find what a workbook leaves out.
 
     Args:
         name: the name of the file, for error messages.
         data: the content of the file; any file of an Office program.
 
     Returns:
-        The content without hidden text, and a clause for each kind of hidden content.
+        The content without hidden text, and a clause for each kind of hidden or missing content.
 
     Raises:
         DocumentError: the parts with text have too many bytes when they are unpacked.
@@ -122,19 +130,30 @@ def remove_hidden_text(name: str, data: bytes) -> tuple[bytes, list[str]]:
     with zipfile.ZipFile(copy, "a") as archive:
         names = archive.namelist()
         sheets = unpack(name, archive, [*filter(_SHEETS_AND_SLIDES.fullmatch, names)])
+        if any(map(_COMMENTS.fullmatch, names)) or any(map(_is_annotated, sheets)):
+            losses.append("it has comments, which are not read")
+        if any(map(_NOT_COMPUTED.search, sheets)):
+            losses.append("it has formulas without stored results, which are not read")
         if any(map(_FOLDED.search, sheets)):
             losses.append("it has hidden sheets, rows, columns or slides, which were read")
         places = [*filter(_TEXT_PARTS.fullmatch, names)]
         roots = [etree.fromstring(part, parser) for part in unpack(name, archive, places)]
         hidden = [*_hidden_runs(roots), *_hidden_in_open_document(roots)]
-        for element in hidden:
+        moved = [run for root in roots for run in root.iter("{*}moveFrom")]  # read at its new place
+        for element in hidden + moved:
             element.clear(keep_tail=True)
         if hidden:
             losses.append("it has hidden text, which is not read")
-        for place, root in zip(places, roots, strict=True) if hidden else ():
+        for place, root in zip(places, roots, strict=True) if hidden or moved else ():
             archive.filelist.remove(archive.NameToInfo.pop(place))  # or it would be there twice
             archive.writestr(place, etree.tostring(root))
     return copy.getvalue(), losses
+
+
+def _is_annotated(content: bytes) -> bool:
+    """Return whether the content of an OpenDocument workbook or presentation has comments."""
+    is_text = b"<office:spreadsheet" not in content and b"<office:presentation" not in content
+    return b"<office:annotation" in content and not is_text
 
 
 def unpack(name: str, archive: zipfile.ZipFile, places: Sequence[str]) -> list[bytes]:

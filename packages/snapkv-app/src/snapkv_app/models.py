@@ -24,7 +24,7 @@ from snapkv.hf.known_gates import with_known
 from snapkv.hf.model_parts import max_positions
 from snapkv.hf.placement import device_of
 from snapkv.policies import FullCache, Policy
-from snapkv.validation import first_line, nearest, require_choice, require_dtype
+from snapkv.validation import DTYPES, first_line, nearest, require_choice, require_dtype
 from snapkv_app.model_places import hub_options, known_names, locate, not_found, place_of
 from snapkv_app.packages import DEMO
 from snapkv_app.plan.advice import require_memory, weights_advice
@@ -205,18 +205,18 @@ def _dtype_option(name: str) -> dict[str, Any]:
     Raises:
         InvalidArgumentError: `name` is not the name of a dtype in which a model can be loaded.
     """
+    require_dtype(name)
     return {} if name == "auto" else {"dtype": chosen_dtype(name)}
 
 
 def chosen_dtype(name: str) -> torch.dtype:
     """Return the dtype of torch with a name, such as "bfloat16".
 
-    The caller must not pass "auto", which is no dtype of torch.
-
     Raises:
-        InvalidArgumentError: `name` is not the name of a dtype in which a model can be loaded.
+        InvalidArgumentError: `name` is not the name of a dtype in which a model can be loaded, or
+            it is "auto", which is no dtype of torch.
     """
-    require_dtype(name)
+    require_choice("dtype", name, DTYPES[1:])
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

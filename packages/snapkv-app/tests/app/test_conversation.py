@@ -9,8 +9,10 @@ from snapkv import (
     H2O,
     CacheFileError,
     CacheMismatchError,
+    FastGen,
     FullCache,
     InvalidArgumentError,
+    KVzap,
     KVzip,
     PromptTooLongError,
     SnapKV,
@@ -90,6 +92,15 @@ def test_saved_conversation_continues_with_its_own_or_another_recall(tiny, tmp_p
     conversation.cache.save(tmp_path / "cache")
     with pytest.raises(CacheFileError, match=r"path: .* contains a cache without a conversation"):
         Conversation.load(tmp_path / "cache", tiny, SHORT, POLICY)
+
+
+@pytest.mark.parametrize("other", [default_policy(80), KVzap(80), SnapKV(80)])
+def test_loaded_conversation_keeps_its_budget_whatever_the_policy_of_now_is(tiny, tmp_path, other):
+    for policy in (default_policy(64), FastGen()):
+        conversation, _ = said(tiny, policy)
+        conversation.save(tmp_path / "talk")
+        loaded = Conversation.load(tmp_path / "talk", tiny, SHORT, other)
+        assert loaded.cache.policy == conversation.cache.policy
 
 
 def test_conversation_with_evicted_tokens_is_loaded_without_recall(tiny, tmp_path):

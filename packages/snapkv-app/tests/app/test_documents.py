@@ -11,6 +11,7 @@ from docx import Document
 from docx.enum.style import WD_STYLE_TYPE
 from docx.oxml import OxmlElement
 from openpyxl import Workbook
+from openpyxl.comments import Comment
 from pptx import Presentation
 from pptx.util import Cm
 from pypdf import PdfWriter
@@ -19,6 +20,7 @@ from pypdf.generic import TextStringObject as Letters
 
 from snapkv.errors import DocumentError
 from snapkv_app import document_process, text_files
+from snapkv_app.hidden_text import _NOT_COMPUTED
 from tests.app.hostile_documents import open_document
 from tests.app.test_text_files import named, noted, write_pdf
 
@@ -220,6 +222,58 @@ def test_attachments_of_an_email_are_named_in_a_warning(tmp_path):
     assert line.endswith("it has attachments, which are not read (terms.txt, message/rfc822)")
 
 
+def test_body_without_fields_of_its_own_is_read(tmp_path):
+    head = "Subject: Gate\nMIME-Version: 1.0\nContent-Type: multipart/mixed; boundary=x\n\n"
+    mail = f"{head}--x\n\nAt nine.\n--x--\n"
+    assert shown(tmp_path, "parts.eml", mail) == "Subject: Gate\n\nAt nine."
+    for beginning in ("\ufeff", "\n\n"):
+        mail = f"{beginning}Subject: Gate\n\nAt nine."
+        assert shown(tmp_path, "marked.eml", mail) == "Subject: Gate\n\nAt nine."
+
+
+@pytest.mark.parametrize(
+    ("declared", "encoding"),
+    [
+        ("", "utf-8"),
+        ("Content-Type: text/plain; charset=us-ascii\n", "utf-8"),
+        ("Content-Type: text/html\n", "utf-8"),
+        ("Content-Type: text/plain; charset=iso-8859-1\n", "windows-1252"),
+        ("Content-Type: text/plain; charset=utf-8\n", "utf-8"),
+    ],
+)
+def test_body_that_is_not_in_its_declared_encoding_keeps_its_letters(tmp_path, declared, encoding):
+    mail = f"Subject: x\n{declared}\n“Fête” at nine".encode(encoding)
+    assert shown(tmp_path, "mail.eml", mail) == "Subject: x\n\n“Fête” at nine"
+
+
+def test_body_in_utf_16_is_read(tmp_path):
+    head = b"Subject: x\nContent-Type: text/plain; charset=utf-16\n"
+    body = base64.encodebytes("“Fête” at nine".encode("utf-16"))
+    mail = head + b"Content-Transfer-Encoding: base64\n\n" + body
+    assert shown(tmp_path, "mail.eml", mail) == "Subject: x\n\n“Fête” at nine"
+
+
+def test_body_in_another_encoding_that_is_not_declared_is_refused(tmp_path):
+    path = saved(tmp_path, "mail.eml", "Subject: x\n\nFête".encode("windows-1252"))
+    with pytest.raises(DocumentError, match="expected utf-8 text, but got byte 0xea"):
+        text_files.read([str(path)])
+
+
+def test_file_inside_an_alternative_or_in_place_of_a_body_is_named_in_a_warning(tmp_path):
+    inner = letter()
+    inner.set_content("<p>At nine.", subtype="html")
+    inner.add_attachment(b"%PDF", maintype="application", subtype="pdf", filename="terms.pdf")
+    nested = letter(Subject="Gate")
+    nested.set_content("At nine.")
+    nested.make_alternative()
+    nested.attach(inner)
+    whole = letter(Subject="Scan")
+    whole.set_content(b"%PDF", maintype="application", subtype="pdf", filename="scan.pdf")
+    for message, name in ((nested, "terms.pdf"), (whole, "scan.pdf")):
+        _, (line,) = noted(saved(tmp_path, "mail.eml", bytes(message)))
+        assert line.endswith(f"it has attachments, which are not read ({name})")
+
+
 def test_saved_page_is_read_like_the_page_itself(tmp_path):
     message = letter(Subject="Gate")
     message.set_content("<p>The gate opens at <b>nine</b>.", subtype="html")
@@ -392,6 +446,78 @@ def test_hidden_text_of_an_opendocument_text_is_not_read(tmp_path, hidden):
 def test_hidden_text_of_rtf_is_reported(tmp_path):
     path = saved(tmp_path, "a.rtf", rb"{\rtf1 Gate {\v secret} \viewkind4 at nine}")
     assert folded(path)[1] == "it has hidden text, which was read with the rest"
+
+
+def test_formulas_without_results_are_reported(tmp_path):
+    book = Workbook()
+    book.active["A1"], book.active["A2"] = "Total", "=SUM(B1:B2)"
+    book.save(tmp_path / "a.xlsx")
+    text, (line,) = noted(tmp_path / "a.xlsx")
+    assert text.split() == ["Sheet", "Total"]
+    assert line.endswith("it has formulas without stored results, which are not read")
+
+
+def commented_cell(path):
+    book = Workbook()
+    book.active["A1"] = "Gate"
+    book.active["A1"].comment = Comment("At nine", "Ann")
+    book.save(path)
+
+
+def commented_slide(path):
+    hidden_slides(path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("ppt/comments/modernComment_1.xml", "<p>At nine</p>")
+
+
+def annotated_cell(path):
+    note = "<office:annotation><text:p>At nine</text:p></office:annotation>"
+    kind = "office:value-type='string'"
+    cell = f"<table:table-cell {kind}>{note}<text:p>Gate</text:p></table:table-cell>"
+    rows = f"<table:table table:name='S'><table:table-row>{cell}</table:table-row></table:table>"
+    path.write_bytes(open_document("spreadsheet", rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("a.xlsx", commented_cell), ("a.pptx", commented_slide), ("a.ods", annotated_cell)],
+)
+def test_comments_that_are_not_read_are_reported(tmp_path, name, make):
+    make(tmp_path / name)
+    text, (line,) = noted(tmp_path / name)
+    assert "nine" not in text
+    assert "it has comments, which are not read" in line
+
+
+def test_text_that_was_moved_is_read_at_its_new_place_only(tmp_path):
+    document = Document()
+    for tag in ("w:moveFrom", "w:moveTo"):
+        change, run, text = OxmlElement(tag), OxmlElement("w:r"), OxmlElement("w:t")
+        text.text = "at nine"
+        run.append(text)
+        change.append(run)
+        document.add_paragraph(f"{tag}: ")._p.append(change)
+    document.save(tmp_path / "a.docx")
+    text, lines = noted(tmp_path / "a.docx")
+    assert (text, lines) == ("w:moveFrom: \nw:moveTo: at nine", [])
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_missing"),
+    [
+        ('<c r="A1"><f>B1</f><v></v></c>', True),
+        ('<c r="A1"><f t="shared" si="0"/></c>', True),
+        ('<x:c r="A1"><x:f>B1</x:f><x:v/></x:c>', True),
+        ('<c r="A1"><f>B1</f><v>7</v></c>', False),
+        ('<c r="A1" t="str"><f>""</f><v></v></c>', False),
+        ('<c r="A1"><v></v></c>', False),
+        ('<cols/><c r="A1"><v>1</v></c><f>B1</f>', False),
+        ('<table:table-cell table:formula="of:=1"/>', True),
+        ('<table:table-cell table:formula="of:=1" office:value-type="float"/>', False),
+    ],
+)
+def test_only_formulas_without_results_are_found(cell, is_missing):
+    assert bool(_NOT_COMPUTED.search(cell.encode())) == is_missing
 
 
 def hidden_sheets(path):

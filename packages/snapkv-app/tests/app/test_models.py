@@ -211,6 +211,11 @@ def save_llama(folder):
     return folder / "llama"
 
 
+def test_auto_is_refused_where_a_dtype_of_torch_is_needed():
+    with pytest.raises(InvalidArgumentError, match=r"dtype: .*but got 'auto'"):
+        models.chosen_dtype("auto")
+
+
 def test_model_has_the_folders_dtype_unless_another_is_passed(tmp_path, monkeypatch):
     folder = save_llama(tmp_path)
     as_saved = models.load(str(folder), device="cpu")

@@ -161,6 +161,18 @@ def test_time_that_is_no_number_of_seconds_is_refused(refused, nothing_is_loaded
     assert "passages: expected tokens, or tokens and seconds such as 4k,90s, but got" in message
 
 
+def test_limit_below_one_passage_is_refused_with_the_limit_that_works(
+    snapkv, refused, tiny_only, long
+):
+    asked = ("ask", long, *QUESTION, "--max-new-tokens", 1, "--passages")
+    said = refused(*asked, "10")
+    assert re.search(
+        r"passages: the best passage and the question have \d+ tokens, but got 10", said
+    )
+    done = snapkv(*asked, re.search(r"Use --passages (\d+)\.", said)[1])
+    assert done.status == 0, done.err
+
+
 def test_passages_that_fit_are_read_in_the_order_of_the_text(snapkv, tiny_only, here):
     lines = lines_of_filler(240, "keys")
     lines[200] = FACT

@@ -107,6 +107,12 @@ def test_fp8_weights_count_a_scale_for_every_block():
     assert sizes[f"{prefix}.input_layernorm.weight"] == 2 * 7168
 
 
+def test_unknown_dtype_is_refused_by_name():
+    for name in ("int8", "auto"):
+        with pytest.raises(InvalidArgumentError, match=f"dtype: .*but got '{name}'"):
+            find_footprint("gpt-oss-20b", dtype=name)
+
+
 def test_other_dtype_counts_quantized_weights_in_that_dtype():
     stored, widened = (find_footprint("gpt-oss-20b", dtype=dtype) for dtype in (None, "bfloat16"))
     assert stored.weights_bytes == CHECKPOINT_BYTES["gpt-oss-20b"]

@@ -100,6 +100,13 @@ def test_wrong_or_misspelled_session_and_spans_are_refused_by_name(body, words):
         check_body(json.dumps(body).encode(), settings, "/v1/chat/completions")
 
 
+@pytest.mark.parametrize("hint", [None, {}, {"session_id": None}], ids=str)
+def test_hint_without_a_name_is_no_session(hint):
+    body = json.dumps({"agent_hint": hint}).encode()
+    settings = ServingSettings(sessions=Sessions())
+    assert check_body(body, settings, "/v1/chat/completions") == body
+
+
 def test_misspelled_session_is_refused_without_sessions():
     with pytest.raises(SnapKVError, match="Use session_id"):
         check_body(b'{"agent_hint": {"sesion_id": "a"}}', SETTINGS, "/v1/chat/completions")

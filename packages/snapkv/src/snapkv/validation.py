@@ -214,7 +214,7 @@ def require_device(name: str) -> None:
     if not known or lacks or (colon and not number.isdecimal()):
         release = metadata.version("torch")
         problem = f"expected auto, cpu or a device that torch {release} supports, but got {name!r}"
-        raise wrong("device", problem, "For example, use auto or cuda:0")
+        raise wrong("device", problem, "For example, use auto or cpu")
 
 
 def byte_budget(text: str) -> dict[str, float | int] | None:

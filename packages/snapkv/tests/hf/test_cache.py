@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     DynamicCache,
     EncoderDecoderCache,
@@ -250,6 +251,14 @@ def test_unsupported_model_is_refused_by_class_name(case):
     assert type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") in str(
         refusal.value
     )
+
+
+def test_model_that_would_ignore_the_cache_is_refused():
+    model = AutoModelForMaskedLM.from_config(
+        AutoConfig.for_model("bert", vocab_size=VOCABULARY, num_hidden_layers=2, **_HEADS)
+    )
+    with pytest.raises(UnsupportedModelError, match="BertForMaskedLM, whose forward"):
+        CompressedCache(model, POLICY)
 
 
 def test_attention_that_votes_cannot_reproduce_is_refused():

@@ -6,7 +6,14 @@ import copy
 import pytest
 import torch
 
-from snapkv import CacheMismatchError, CompressedCache, FullCache, KVzip, SnapKV
+from snapkv import (
+    CacheMismatchError,
+    CompressedCache,
+    FullCache,
+    InvalidArgumentError,
+    KVzip,
+    SnapKV,
+)
 from snapkv.cache.read_ids import ReadIds
 from snapkv.document import Document
 from snapkv.hf.cache_argument import cache_among
@@ -162,6 +169,13 @@ def test_padding_ids_are_not_compared():
     mask = torch.cat([mask, torch.ones(2, text.shape[1] + 20 - PROMPT, dtype=torch.int64)], dim=1)
     refuses(model, cache, with_turn(text, 9), 9, attention_mask=mask)
     go_on(model, cache, with_turn(text, 8), attention_mask=mask)
+
+
+def test_ids_without_a_batch_are_refused_by_their_shape():
+    model = tiny_model("llama")
+    cache = CompressedCache(model, SnapKV(40, window_size=8))
+    with pytest.raises(InvalidArgumentError, match=r"shape \(batch, tokens\), but got \(50,\)"):
+        model.generate(random_ids(1, 50)[0], past_key_values=cache, max_new_tokens=2)
 
 
 def test_question_without_its_conversation_is_refused():

@@ -67,6 +67,16 @@ def test_question_after_shared_context_is_read_by_the_model():
             assert torch.equal(answered(model, ids, given)[0], answered(model, ids, own)[0])
 
 
+def test_shared_reading_leaves_losses_and_tuples_to_the_model():
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    with SharedReading(model, ids).given():
+        cache = CompressedCache(model, SNAPKV)
+        output = model(ids, past_key_values=cache, labels=ids)
+        assert output.loss.item() == model(ids, labels=ids).loss.item()
+        cache = CompressedCache(model, SNAPKV)
+        assert isinstance(model(ids, past_key_values=cache, return_dict=False), tuple)
+
+
 def test_kvzip_with_shared_first_reading_keeps_same_positions_as_alone():
     model, ids = tiny_model("llama"), random_ids(1, 80)
     policy = KVzip(24, window_size=6, chunk_tokens=32)

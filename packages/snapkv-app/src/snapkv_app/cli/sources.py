@@ -243,13 +243,20 @@ class FilesSource(PromptSource):
 
         Raises:
             DocumentError: the documents are too long, and contain no word of the question.
+            InvalidArgumentError: one passage has more tokens than `passages`.
         """
         limit = self.options.passages
         new_tokens, positions = self.options.max_new_tokens, self.loaded.max_tokens
         most = limit.tokens if positions is None else min(limit.tokens, positions - new_tokens)
         choice = PassageChoice(self.documents, self.question, self._count_tokens)
         announce("choosing what to read")
-        if choice.choose(most).tokens > FEWEST_TOKENS:
+        if (tokens := choice.choose(most).tokens) > limit.tokens:
+            raise wrong(
+                "passages",
+                f"the best passage and the question have {tokens:,} tokens, but got {limit.tokens}",
+                f"Use --passages {tokens}",
+            )
+        if tokens > FEWEST_TOKENS:
             in_time = int(reading_speed(self.loaded.model) * limit.seconds / self._readings)
             if choice.chosen[-1].tokens > in_time:
                 choice.choose(in_time)

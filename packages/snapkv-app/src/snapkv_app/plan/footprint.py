@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapkv.errors import UnsupportedModelError, wrong
+from snapkv.validation import require_choice
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -197,12 +198,14 @@ def footprint_of(
             default they are computed from the settings.
 
     Raises:
+        InvalidArgumentError: `dtype` is not a key of `ITEM_BYTES`.
         MissingSettingError: `config` has no value for a setting that this family needs.
         UnsupportedModelError: the family is not in `FAMILIES`, or `config` has a layer of an
             unknown kind or an unknown dtype.
     """
     text = _language_model(config)
     stored = dtype or _dtype(config, text)
+    require_choice("dtype", stored, tuple(ITEM_BYTES))
     size = ITEM_BYTES[stored]
     packing = config.get("quantization_config") or text.get("quantization_config")
     quantization = None if dtype or not packing else str(packing.get("quant_method"))

@@ -23,7 +23,11 @@ class Shape:
     config: dict[str, Any]  # the other settings in its `config.json`
 
     def footprint(self, dtype: str | None = None) -> Footprint:
-        """Compute the footprint of the model, in bfloat16 unless `dtype` names another dtype."""
+        """Compute the footprint of the model, in bfloat16 unless `dtype` names another dtype.
+
+        Raises:
+            InvalidArgumentError: `dtype` is not a key of `ITEM_BYTES`.
+        """
         config = {"dtype": "bfloat16", "model_type": self.family, **self.config}
         return footprint_of(config, dtype=dtype, parameters=self.parameters)
 

@@ -277,7 +277,7 @@ def _shaped(options: BenchOptions, shape: str) -> tuple[Any, dict[str, Any]]:
     begin(verbose=options.verbose)
     device = chosen_device(options.device or "auto")
     default = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = chosen_dtype(options.dtype or default)
+    dtype = chosen_dtype(default if options.dtype in (None, "auto") else options.dtype)
     with Console(stderr=True).status(f"making random weights in the shape of {shape}"):
         model = random_model(
             shape,

@@ -1,6 +1,7 @@
 """Tables of text for a terminal, a page or Markdown, and how numbers are written in them."""
 
 import html
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,11 +54,14 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], left:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape HTML, pipes and asterisks in the text, so that Markdown shows it in a table cell.
+    """Escape HTML and the marks of Markdown in the text, so that a table cell shows it literally.
 
-    The text becomes one line. Other marks of Markdown, such as backticks, are not escaped.
+    The text becomes one line. An underscore inside a word is no mark, and is left as it is.
     """
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
+    return _MARKS.sub(r"\\\g<0>", html.escape(" ".join(text.split()), quote=False))
+
+
+_MARKS = re.compile(r"[\\`*|~\[\]]|(?<![^\W_])_|_(?![^\W_])")
 
 
 # Tables of rows.

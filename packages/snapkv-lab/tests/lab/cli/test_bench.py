@@ -128,6 +128,13 @@ def test_throughput_fills_the_memory_and_names_its_limit(snapkv, tiny):
     assert ours["batch"] > full["batch"]
 
 
+def test_auto_dtype_of_a_shape_is_float32_on_a_cpu(snapkv):
+    shape = ("--shape", "smollm2-135m", "--num-layers", 1, "--dtype", "auto", "--device", "cpu")
+    done = snapkv("bench", "decode", *shape, *SMALL, "--tokens", 2, "--json")
+    assert {row["status"] for row in rows_of(done)} == {"ok"}
+    assert json.loads(done.out)["model"]["dtype"] == "float32"
+
+
 def test_cache_that_does_not_fit_has_a_cell(snapkv, tiny, monkeypatch, tmp_path):
     make, figure = contenders.FULL_CACHES["transformers"], tmp_path / "figure.svg"
 

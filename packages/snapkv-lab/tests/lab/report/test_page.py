@@ -6,6 +6,7 @@ import io
 import re
 
 import pytest
+from markdown_it import MarkdownIt
 
 from snapkv_lab.report.page import (
     cell_table,
@@ -14,7 +15,7 @@ from snapkv_lab.report.page import (
     render_markdown,
     render_page,
 )
-from snapkv_lab.report.tables import IN_PERCENT
+from snapkv_lab.report.tables import IN_PERCENT, escape_markdown
 from tests.lab.report.runs import grid, results, row, sets
 
 pytest.importorskip("matplotlib")
@@ -63,6 +64,13 @@ def test_page_fetches_no_other_file():
 
 
 NASTY = '<script>alert("x")</script>&amp;|*b*\n{{ 7 * 7 }}'
+
+
+def test_markdown_shows_a_text_with_its_marks_literally():
+    text = "niah_single_1 *a* `b` __c__ ~d~ [e](f) | \\ <g>"
+    shown = MarkdownIt().enable("strikethrough").renderInline(escape_markdown(text))
+    assert html.unescape(shown) == text
+    assert "niah_single_1" in escape_markdown(text)
 
 
 def test_method_names_are_escaped_on_the_page():

@@ -188,8 +188,7 @@ def _session_in_hint(hint: object) -> Any:
         hint: the value of the field; None if the body does not have it.
 
     Returns:
-        The name; None if there is no hint, or if the name in it is null. An empty object is
-        returned itself, which the check of names then refuses.
+        The name; None if there is no hint, or if it has no name or null in its place.
 
     Raises:
         RefusedError: the hint is no object, or has a field other than `session_id`.
@@ -202,7 +201,7 @@ def _session_in_hint(hint: object) -> Any:
         if name != SESSION_ID:
             problem = f"the object can only have the field {SESSION_ID}, but got {describe(name)}"
             raise wrong(AGENT_HINT, problem, f"Send an object such as {form}")
-    return hint and hint.get(SESSION_ID)
+    return (hint or {}).get(SESSION_ID)
 
 
 def require_settings(

@@ -13,6 +13,7 @@ from transformers.cache_utils import (
 from snapkv.cache.hybrid import HybridLayer
 from snapkv.cache.layer import CompressedLayer, LayerIdentity
 from snapkv.errors import UnsupportedModelError, wrong
+from snapkv.hf.cache_argument import takes_cache
 from snapkv.hf.identity import require_model
 from snapkv.hf.model_parts import absent_layers, output_projections, rotations_of
 from snapkv.hf.placement import layer_devices
@@ -172,9 +173,9 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
     """Raise unless the prompt of the model is in a `DynamicCache` of transformers.
 
     Raises:
-        UnsupportedModelError: the model has an encoder, needs a cache class of its own, runs layers
-            several times for each token, or shares keys and values between layers in a way that its
-            configuration does not describe.
+        UnsupportedModelError: the model has an encoder or takes no cache, needs a cache class of
+            its own, runs layers several times for each token, or shares keys and values between
+            layers in a way that its configuration does not describe.
     """
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -183,6 +184,13 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
             f"expected a decoder-only model, but got the encoder-decoder {name}, whose prompt is "
             "read by the encoder and is not in a key-value cache",
             "Use a decoder-only model instead",
+            UnsupportedModelError,
+        )
+    if not getattr(model, "can_generate", lambda: True)() and not takes_cache(model.forward):
+        raise wrong(
+            "model",
+            f"expected a decoder-only model, but got {name}, whose forward takes no cache",
+            "Use a model that stores its prompt in a key-value cache",
             UnsupportedModelError,
         )
     if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():

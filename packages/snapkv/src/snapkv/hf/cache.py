@@ -734,7 +734,8 @@ class CompressedCache(Cache):
                 return layer.stored_positions()
         raise wrong(
             "layer_idx",
-            f"expected one of the compressed layers {self.compressed_layers}, but got {layer_idx}",
+            f"expected one of the compressed layers {self.compressed_layers}, but got "
+            f"{layer_idx!r}",
             "See cache.compressed_layers for a list of these layers. Layers with a sliding window "
             "or without attention are not compressed",
         )

@@ -4,7 +4,7 @@ In older releases it is `past_key_values`, a name that newer ones also accept fo
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.masking_utils import create_causal_mask
@@ -16,6 +16,11 @@ _NAME = next(name for name in _NAMES if name in inspect.signature(create_causal_
 def passed(cache: Any) -> dict[str, Any]:
     """Return the keyword argument that passes a cache to a model in this transformers release."""
     return {_NAME: cache}
+
+
+def takes_cache(function: Callable[..., Any]) -> bool:
+    """Return whether a function names an argument for the cache, under either of its names."""
+    return not inspect.signature(function).parameters.keys().isdisjoint(_NAMES)
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:

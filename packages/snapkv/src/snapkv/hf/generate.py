@@ -455,9 +455,16 @@ def _prompt_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
     Returns:
         (B, N) integers; None if there are none, or if they are not a tensor.
+
+    Raises:
+        InvalidArgumentError: the ids have no axis for the batch.
     """
     given = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
-    return next((ids for ids in given if isinstance(ids, Tensor)), None)
+    found = next((ids for ids in given if isinstance(ids, Tensor)), None)
+    if found is not None and found.ndim < 2:
+        problem = f"expected the shape (batch, tokens), but got {tuple(found.shape)}"
+        raise wrong("input_ids", problem, "Pass input_ids[None] for a single prompt")
+    return found
 
 
 def _option(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

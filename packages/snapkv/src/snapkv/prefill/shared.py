@@ -118,9 +118,9 @@ class SharedReading:
         """Fill an empty cache from this reading when the model reads the same prompt in this block.
 
         This holds for a forward pass with the same ids into an empty `CompressedCache`, in which
-        nothing is hidden and positions count from 0, and which does not request hidden states or
-        attention weights. Its output has the logits of the last token only. Every other forward
-        pass runs as usual. The model is changed in place within the block.
+        nothing is hidden and positions count from 0, and which requests only logits: no loss,
+        hidden states, attention weights or tuple. Its output has the logits of the last token only.
+        Every other forward pass runs as usual. The model is changed in place within the block.
 
         Raises:
             UnsupportedModelError: the model's `forward` is already wrapped.
@@ -149,6 +149,8 @@ def _is_plain(kwargs: dict[str, Any]) -> bool:
     wants_more = kwargs.get("output_hidden_states") or kwargs.get("output_attentions")
     return not (
         wants_more
+        or kwargs.get("labels") is not None
+        or kwargs.get("return_dict") is False
         or (mask is not None and not bool(mask.all()))
         or (positions is not None and bool((positions.diff() != 1).any() or positions.min()))
     )
