@@ -115,7 +115,7 @@ def _listing(title: str, groups: tuple[str, ...], cell: str) -> Listing:
 
 LONG_ANSWERS = Experiment(
     name="long_answers",
-    title="Long answers, from their beginning to their end",
+    title="Answers of 200 tokens, from their beginning to their end",
     duration="twenty minutes",
     measure=_measure,
     cases=_texts,
