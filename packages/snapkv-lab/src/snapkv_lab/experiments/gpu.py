@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV, default_policy
+from snapkv.hf.cache_argument import passed
 from snapkv.policies import Policy
 from snapkv.storage.bits import KVCodes
 from snapkv.validation import first_line
@@ -216,9 +217,9 @@ def _small_model(
     model: Any = random_model("smollm2-135m", device=torch.device("cpu"), **options)
     model = model.to(device)
     cache = CompressedCache(model, policy, quantize=bits)  # type: ignore[arg-type]
-    model(ids.to(device), past_key_values=cache, logits_to_keep=1)
+    model(ids.to(device), **passed(cache), logits_to_keep=1)
     kept = [head for layer in cache.compressed_layers for head in cache.kept_positions(layer)[0]]
-    logits = model(ids[:, :1].to(device), past_key_values=cache).logits
+    logits = model(ids[:, :1].to(device), **passed(cache)).logits
     return [head.cpu() for head in kept], logits.float().cpu()
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from snapkv import AdaKV, CompressedCache, FullCache, KVzip, SnapKV
+from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import instruction_of, read_twice
 from snapkv.policies import Policy
 from snapkv_app.library import Part, blend
@@ -177,7 +178,7 @@ class Shelf:
             instruction = instruction_of(self.loaded.tokenizer)
             read_twice(model, ids, cache, instruction_ids=instruction)
         else:
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, **passed(cache), logits_to_keep=1)
         return cache
 
     def _part(self, text: str, way: Way) -> Part:
@@ -200,7 +201,7 @@ class Shelf:
         else:
             parts = [self._part(text, method.way) for text in case.documents]
             cache = blend(model, parts, method.policy, recompute=method.recompute)
-        logits: Tensor = model(question, past_key_values=cache, logits_to_keep=1).logits
+        logits: Tensor = model(question, **passed(cache), logits_to_keep=1).logits
         return cache, logits
 
 
@@ -221,7 +222,7 @@ def answer_question(shelf: Shelf, case: DocumentQuestion, method: JoinMethod) ->
     cache, logits = shelf.read(case, method)
     seconds = time.perf_counter() - started
     if answer.shape[1] > 1:
-        after = shelf.loaded.model(answer[:, :-1], past_key_values=cache).logits
+        after = shelf.loaded.model(answer[:, :-1], **passed(cache)).logits
         logits = torch.cat([logits, after], dim=1)
     chances = logits.log_softmax(dim=-1).gather(2, answer[..., None])
     return {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.policies import FullCache, default_policy
 from snapkv_app.answering import answer_ids, prompt_ids
 from snapkv_app.cli.demo import QUESTION, SETTINGS, START, demo_prompt
@@ -68,7 +69,7 @@ def _processor_ms(model: Any, ids: Tensor, cache: CompressedCache) -> float:
     with torch.inference_mode():
         for _ in range(_STEPS):
             begin = time.process_time()
-            model(ids[:, -1:], past_key_values=cache)
+            model(ids[:, -1:], **passed(cache))
             times.append(1000 * (time.process_time() - begin))
     return median(times)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.kvzip import instruction_of
 from snapkv.policies import Policy
 from snapkv_app.observing import RecordedPrompt, RecordingPolicy, record_prompt, record_prompt_twice
@@ -191,7 +192,7 @@ def greedy_decoder(prompt: RecordedPrompt, cache: CompressedCache) -> Callable[[
     def step() -> None:
         nonlocal token
         cache.expect_tokens(token)
-        token = prompt.model(token, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+        token = prompt.model(token, **passed(cache)).logits[:, -1:].argmax(dim=-1)
 
     return step
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from snapkv import CompressedCache, Document, FullCache, SnapKV
-from snapkv.hf.cache_argument import cache_among
+from snapkv.hf.cache_argument import cache_among, passed
 from snapkv.policies import Policy
 from snapkv.validation import format_bytes
 from snapkv_lab.evaluate.haystack import load_haystack
@@ -104,7 +104,7 @@ def _asking(model: Any, document: QuotedDocument, name: str, budget: int | None)
     # With PLAIN, later questions are asked of the cache that the first question left.
     known_ids, read = [*ids, *first] if name == PLAIN else ids, CompressedCache(model, policy)
     with torch.no_grad():
-        model(torch.tensor([known_ids]), past_key_values=read, logits_to_keep=1)
+        model(torch.tensor([known_ids]), **passed(read), logits_to_keep=1)
 
     def ask(question: list[int]) -> tuple[list[int], CompressedCache]:
         own = copy.deepcopy(read)

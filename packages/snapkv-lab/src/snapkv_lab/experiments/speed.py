@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, FullCache, SnapKV, default_policy
+from snapkv.hf.cache_argument import passed
 from snapkv.policies import Policy
 from snapkv.validation import AUTO
 from snapkv_lab.experiments.experiment import Experiment, RunContext, Size
@@ -95,9 +96,7 @@ def peak_of_reading(name: str, cache_name: str, tokens: int, budget: int) -> Row
     cache = contenders(budget)[cache_name].make(model, tokens)
     model(ids[:, :_WARMUP_TOKENS], use_cache=False, logits_to_keep=1)
     before = resident_bytes("VmRSS")
-    peak = peak_growth_bytes(
-        lambda: model(ids, past_key_values=cache, logits_to_keep=1), model.device
-    )
+    peak = peak_growth_bytes(lambda: model(ids, **passed(cache), logits_to_keep=1), model.device)
     return {
         "benchmark": "peak memory",
         "cache": cache_name,
@@ -175,7 +174,7 @@ def _by_default(context: RunContext) -> Iterator[Row]:
 
         def read(policy: Policy, ids: Tensor = ids) -> None:
             cache = CompressedCache(context.loaded.model, policy)
-            context.loaded.model(ids, past_key_values=cache, logits_to_keep=1)
+            context.loaded.model(ids, **passed(cache), logits_to_keep=1)
 
         caches = {name: prompt.compressed(policy) for name, policy in policies.items()}
         report = caches["default"].report()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from snapkv import CompressedCache, FullCache
+from snapkv.hf.cache_argument import passed
 from snapkv.policies import EvictingPolicy, Policy
 from snapkv.policies.base import ALL_QUERIES
 from snapkv_app.models import LoadedModel
@@ -359,7 +360,7 @@ class ReadText:
         self._recorder.layers.clear()
         cache.expect_prompt(cache.get_seq_length() + len(ids))
         cache.expect_tokens(tokens)
-        logits = self._model(tokens, past_key_values=cache, logits_to_keep=1).logits
+        logits = self._model(tokens, **passed(cache), logits_to_keep=1).logits
         layers = list(self._recorder.layers)
         return RecordedPrompt(model=self._model, layers=layers, last_logits=logits)
 
@@ -463,7 +464,7 @@ def _read(model: Any, cache: CompressedCache, ids: Tensor) -> Tensor:
         (1, N, V), for N tokens and a vocabulary of V tokens.
     """
     cache.expect_tokens(ids)
-    logits: Tensor = model(ids, past_key_values=cache).logits
+    logits: Tensor = model(ids, **passed(cache)).logits
     return logits
 
 

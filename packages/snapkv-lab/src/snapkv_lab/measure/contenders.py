@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from snapkv.cache.layer import CompressedLayer
 from snapkv.errors import UnsupportedModelError, wrong
 from snapkv.hf.cache import CompressedCache
+from snapkv.hf.cache_argument import passed
 from snapkv.hf.device_memory import out_of_memory_explained
 from snapkv.hf.install import install, uninstall
 from snapkv.hf.model_parts import output_weight
@@ -95,7 +96,7 @@ class Contender:
         explained = out_of_memory_explained(lambda: self.label)
         with self.prepared(model), explained, self.prefill.installed(model):
             cache = self.make(model, ids.shape[1])
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, **passed(cache), logits_to_keep=1)
         return cache
 
 
@@ -202,7 +203,7 @@ def generate_tokens(model: Any, ids: Tensor, cache: Any, tokens: int, **options:
     result: Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **passed(cache),
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         do_sample=False,

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from snapkv.errors import wrong
+from snapkv.hf.cache_argument import passed
 from snapkv_app.answering import end_token_ids, generate_options, until_end
 from snapkv_app.models import LoadedModel
 from snapkv_app.prompts import question_prompt
@@ -187,7 +188,7 @@ def _generate_batch(
     output = model.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
-        past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
+        **passed(DynamicCache(config=model.config.get_text_config(decoder=True))),
         **generate_options(model, settings),
     )
     return [until_end(row, ends) for row in output[:, longest:].tolist()]
