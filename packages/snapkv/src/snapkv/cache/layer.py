@@ -18,6 +18,7 @@ from snapkv.policies.spans import Spans
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
+from snapkv.storage.lent_tail import UsedSlots
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
@@ -388,14 +389,18 @@ class CompressedLayer(DynamicLayer):
 
     # Memory for the decode steps of one `generate`, which may be replayed without Python.
 
-    def allocate_append_buffer(self, tokens: int) -> None:
-        """Allocate an append buffer of fixed address and size for the next `tokens` tokens.
+    def allocate_append_buffer(self, used: UsedSlots, draft_tokens: int = 0) -> None:
+        """Allocate an append buffer of fixed address and size for the next tokens.
 
         Until `release_append_buffer`, new tokens are written into this buffer.
+
+        Args:
+            used: how many free slots the buffer has; it counts the tokens in them.
+            draft_tokens: how many tokens of a pass may be removed again.
         """
-        self.store = self.store.with_room(tokens, self.slots.leading_padding)
+        self.store = self.store.with_room(used, self.slots.leading_padding)
         self.slots = self.slots.without_padding()
-        self.queries.own()
+        self.queries.own(draft_tokens)
 
     def release_append_buffer(self) -> None:
         """Replace the fixed append buffer by one that grows.
@@ -404,12 +409,13 @@ class CompressedLayer(DynamicLayer):
         """
         if not self.store.has_room:
             return
+        drafts = self.store.tail.drafts
         self.store.leave_room()
         if isinstance(self.store, RaggedStore) and self.store.was_dense:
             self._hold_dense(self.store)
         self._seen_tokens = self.slots.count_seen(self.store.slots)
         self.queries.own()
-        self.store.finalize_step()
+        self.store.finalize_step(drafts)
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
         """Replace the stored tokens and their slots, and update the number of tokens seen.

@@ -290,6 +290,7 @@ class CompressedCache(Cache):
                 "For example, pass torch.tensor([0, 2])",
             )
         if not torch.equal(places, torch.arange(len(places))):
+            self.release_append_buffers()
             for layer in self.layers:
                 if getattr(layer, "keys", None) is not None:
                     _bring_forward(layer, places, tokens)
@@ -405,10 +406,11 @@ class CompressedCache(Cache):
                 many tokens. The cache is unchanged then.
             InvalidTypeError: `tokens_to_remove` is not an integer.
         """
-        count = count_to_remove(tokens_to_remove)
-        self.release_append_buffers()
-        seen = self.prompt_state.seen_tokens
-        has_restored = take_back(self.layers, count)
+        count, has_restored = count_to_remove(tokens_to_remove), False
+        seen, steps = self.prompt_state.seen_tokens, step_graph.running(self)
+        if steps is None or not steps.remove_drafts(count):
+            self.release_append_buffers()
+            has_restored = take_back(self.layers, count)
         self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

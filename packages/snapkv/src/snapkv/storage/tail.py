@@ -31,6 +31,11 @@ class Tail:
 
     count: Tensor | None = None
 
+    @property
+    def drafts(self) -> int:
+        """The number of tokens at the end that may be rejected drafts, if the tail counts them."""
+        return 0
+
     def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         self.keys: Any = keys
         self.values: Any = values
