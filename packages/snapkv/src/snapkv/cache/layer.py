@@ -414,7 +414,7 @@ class CompressedLayer(DynamicLayer):
         if isinstance(self.store, RaggedStore) and self.store.was_dense:
             self._hold_dense(self.store)
         self._seen_tokens = self.slots.count_seen(self.store.slots)
-        self.queries.own()
+        self.queries.own(drafts)
         self.store.finalize_step(drafts)
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:

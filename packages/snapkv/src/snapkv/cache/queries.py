@@ -122,16 +122,18 @@ class QueryMemory:
             held.copy_(last_tokens(self._after_held(queries), held.shape[2]))
 
     def own(self, draft_tokens: int = 0) -> None:
-        """Replace the held queries by a copy of `last` that no other layer shares.
+        """Replace the held queries by a copy that no other layer shares.
 
         A replayed step writes into this copy.
 
         Args:
-            draft_tokens: how many tokens `write_back` may remove. There are that many zeros in
-                front of the copy, whose places older queries take when tokens are read.
+            draft_tokens: how many more queries than `last` to hold, since these tokens may be
+                removed. If there are too few, zeros take the places of the oldest ones.
         """
-        if (last := self.last) is not None:
-            self.held = torch.nn.functional.pad(last, (0, 0, draft_tokens, 0))
+        if self.held is not None:
+            tokens = self.history_tokens + draft_tokens
+            held = last_tokens(self.held, tokens)
+            self.held = torch.nn.functional.pad(held, (0, 0, tokens - held.shape[2], 0))
 
     def can_write_back(self, tokens: int) -> bool:
         """Return whether enough queries are held to remove those of the last `tokens` tokens."""

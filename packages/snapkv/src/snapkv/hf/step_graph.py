@@ -228,7 +228,7 @@ class StepGraph:
             leaves: the inputs of the pass, flattened.
             spec: the structure of the inputs.
         """
-        tokens, kinds = self._new_tokens, (spec, [_kind(leaf) for leaf in leaves])
+        tokens = self._new_tokens
         if self._obstacle or tokens > CAPTURED_TOKENS:
             return False
         # A capture takes the time of two to three eager passes. Every decode step is repeated; of
@@ -237,7 +237,7 @@ class StepGraph:
         self._times[tokens] += 1
         if self._times[tokens] < least:
             return False
-        if tokens in self._captured and self._captured[tokens].kinds == kinds:
+        if tokens in self._captured and self._captured[tokens].kinds == _kinds(leaves, spec):
             return True
         if not self._buffers.is_lent:
             obstacle = "the cache has no append buffers for the step"
@@ -299,7 +299,7 @@ class _CapturedPass:
     def __init__(
         self, recorder: Recorder, model: PreTrainedModel, leaves: list[Any], spec: Any
     ) -> None:
-        self.kinds = spec, [_kind(leaf) for leaf in leaves]
+        self.kinds = _kinds(leaves, spec)
         # The graph reads its inputs at the addresses of these copies.
         self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inputs = tree_unflatten(self._inputs, spec)
@@ -342,9 +342,12 @@ def running(cache: Cache) -> StepGraph | None:
     return graph() if (graph := _running.get(cache)) else None
 
 
-def _kind(leaf: Any) -> Any:
-    """Return the properties of an input that must be equal for a captured step to be replayed."""
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+def _kinds(leaves: list[Any], spec: Any) -> Any:
+    """Return the properties of all inputs that must be equal for a pass to be replayed."""
+    return spec, [
+        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
 
 
 def _obstacle(model: PreTrainedModel) -> str:
