@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from snapkv import AdaKV, CompressedCache, FullCache, SnapKV, default_policy
 from snapkv.errors import CacheMismatchError
 from snapkv.hf import append_buffers, step_graph
+from snapkv.hf.append_buffers import CAPTURED_TOKENS
 from snapkv.hf.cache_argument import cache_among, passed
 from tests import families
 from tests.families import DRAFTS_ARE_COMPILED, random_ids, require_integrity, tiny_model
@@ -56,7 +57,7 @@ def captures(read):
     numbers = [tokens for tokens, _ in read]
     for place, (tokens, was_captured) in enumerate(read):
         comes_again = numbers[: place + 1].count(tokens) == 2
-        assert was_captured == (comes_again and tokens <= step_graph.CAPTURED_TOKENS)
+        assert was_captured == (comes_again and tokens <= CAPTURED_TOKENS)
     return [tokens for tokens, was_captured in read if was_captured]
 
 
@@ -161,7 +162,7 @@ def test_long_passes_run_eagerly_between_captured_ones(case, passes):
     policy, made = CASES[case]
     as_eager(tiny_model("llama"), repeating(), policy, made=made, **LONG_LOOKUP)
     assert len(captures(passes)) > 1
-    assert max(passes)[0] > step_graph.CAPTURED_TOKENS
+    assert max(passes)[0] > CAPTURED_TOKENS
 
 
 @needs_compiled_drafts
@@ -170,7 +171,7 @@ def test_buffers_are_replaced_once_for_queries_of_long_passes(case, passes):
     policy, made = CASES[case]
     as_eager(tiny_model("llama"), repeating(), policy, made=made, **LONG_LOOKUP)
     numbers = [tokens for tokens, _ in passes]
-    assert max(numbers) > step_graph.CAPTURED_TOKENS
+    assert max(numbers) > CAPTURED_TOKENS
     captured = [tokens for tokens, was_captured in passes if was_captured]
     assert max(map(captured.count, captured)) <= 2
 
@@ -210,20 +211,25 @@ def test_copy_made_between_pass_and_rejection_holds_same_tokens_as_eager_copy(ca
         require_alike(each, branches[-1])
 
 
-@needs_compiled_drafts
-def test_branch_of_captured_candidates_is_kept_as_of_eager_ones():
+@pytest.mark.parametrize("case", ["snapkv", "compress", "int8"])
+def test_branch_of_captured_candidates_is_kept_as_of_eager_ones(case):
+    """The candidates begin in a block that is full with them, and must not be quantized."""
+    policy, made = CASES[case]
     model, ids, caches = tiny_model("llama"), repeating(), []
     for options in ({}, {"disable_compile": True}):
-        caches.append(cache := CompressedCache(model, POLICY, quantize="int4"))
+        caches.append(cache := CompressedCache(model, policy, **made))
 
         def keep(cache=cache):
-            cache.keep_among_last(3, torch.tensor([0, 2]))
-            raise StopIteration
+            if cache.get_seq_length() >= 60 + 32:
+                cache.keep_among_last(3, torch.tensor([0, 2]))
+                raise StopIteration
 
+        options |= {"streamer": Acting(keep, every=True), "max_new_tokens": 60, **LOOKUP}
         with pytest.raises(StopIteration):
-            generated(model, cache, ids, streamer=Acting(keep), **LOOKUP, **options)
+            generated(model, cache, ids, **options)
+    require_alike(*caches)
     for layer in range(2):
-        own, other = (cache.layers[layer].store.last(4) for cache in caches)
+        own, other = (cache.layers[layer].store.last(8) for cache in caches)
         torch.testing.assert_close(own, other)
 
 
@@ -235,13 +241,13 @@ def test_more_tokens_are_removed_than_were_drafted():
         cache = CompressedCache(model, POLICY)
 
         def undo(cache=cache):
-            cache.crop(-10)
+            cache.crop(-8)
             assert all(not layer.store.has_room for layer in cache.prompt_state.layers)
             answers.append(cache.kept_positions(0))
             raise StopIteration
 
         with pytest.raises(StopIteration):
-            generated(model, cache, ids, streamer=Acting(undo, 8), **LOOKUP, **options)
+            generated(model, cache, ids, streamer=Acting(undo), **LOOKUP, **options)
     assert torch.equal(*answers)
 
 

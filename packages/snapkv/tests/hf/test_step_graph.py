@@ -138,14 +138,14 @@ def test_hook_added_during_generate_ends_replay_when_append_buffer_is_full(monke
 
 
 class Acting(BaseStreamer):
-    """A streamer that calls `act` when it gets tokens for the fifth time."""
+    """A streamer that calls `act` when it gets tokens for the fifth time, or `every` time."""
 
-    def __init__(self, act, times=5):
-        self.act, self.left = act, times
+    def __init__(self, act, *, every=False):
+        self.act, self.left, self.every = act, 5, every
 
     def put(self, value):
         self.left -= 1
-        if not self.left:
+        if self.every or not self.left:
             self.act()
 
     def end(self):

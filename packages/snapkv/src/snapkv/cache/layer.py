@@ -217,10 +217,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def seen_tokens(self) -> int:
-        """The number of tokens that the layer has seen, evicted and dropped ones included.
-
-        It is an int, or a tensor while the device counts the tokens of recorded steps.
-        """
+        """The number of tokens that the layer has seen, evicted and dropped ones included."""
         return self.slots.count_seen(self.store.slots) if self.store.has_room else self._seen_tokens
 
     @property
@@ -389,7 +386,7 @@ class CompressedLayer(DynamicLayer):
 
     # Memory for the decode steps of one `generate`, which may be replayed without Python.
 
-    def allocate_append_buffer(self, used: UsedSlots, draft_tokens: int = 0) -> None:
+    def allocate_append_buffer(self, used: UsedSlots, draft_tokens: int) -> None:
         """Allocate an append buffer of fixed address and size for the next tokens.
 
         Until `release_append_buffer`, new tokens are written into this buffer.

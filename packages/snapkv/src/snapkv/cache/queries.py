@@ -121,7 +121,7 @@ class QueryMemory:
         if (held := self.held) is not None:
             held.copy_(last_tokens(self._after_held(queries), held.shape[2]))
 
-    def own(self, draft_tokens: int = 0) -> None:
+    def own(self, draft_tokens: int) -> None:
         """Replace the held queries by a copy that no other layer shares.
 
         A replayed step writes into this copy.

@@ -18,8 +18,8 @@ FIRST_TOKENS = 256
 LEAST_TOKENS = 8
 """The fewest tokens to generate for which capturing a step is worth its time."""
 
-DRAFT_TOKENS = 8
-"""The number of tokens of a pass with drafts for which all buffers have room from the beginning."""
+CAPTURED_TOKENS = 8
+"""The most tokens of a pass that is captured. A longer one runs eagerly between captured ones."""
 
 MOST_TIMES = 2
 """How often a change of the cache may end a captured step before all steps run eagerly."""
@@ -134,9 +134,10 @@ class AppendBuffers:
         if self._setup.quantize is not None:
             self.release()
         if self._prompt_state.verifies_drafts:
-            # Drafts may go beyond the last token. If a pass is longer than this, buffers follow for
-            # passes of twice its length, so that a draft that grows does not replace them often.
-            self._drafts = max(self._drafts, DRAFT_TOKENS, 2 * new_tokens)
+            # Drafts may go beyond the last token. If queries are held, a pass of more tokens than
+            # this replaces the buffers; twice its length, because assistant models draft more and
+            # more.
+            self._drafts = max(self._drafts, CAPTURED_TOKENS, 2 * new_tokens)
         tokens = min(coming + self._drafts, self._next) if coming > 0 else self._next
         self._used = UsedSlots(max(new_tokens, tokens), layers[0].keys.device)
         for layer in layers:

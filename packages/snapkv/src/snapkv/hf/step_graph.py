@@ -27,17 +27,13 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.hf import forward_context
-from snapkv.hf.append_buffers import AppendBuffers
+from snapkv.hf.append_buffers import CAPTURED_TOKENS, AppendBuffers
 from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.validation import first_line
 
 _log = logging.getLogger("snapkv")
 
 _COLLECTING = "transformers.utils.output_capturing"  # the hooks of this module can be captured
-
-
-CAPTURED_TOKENS = 8
-"""The most tokens of a pass that is captured. A longer one runs eagerly between captured ones."""
 
 
 class Recorder(Protocol):
@@ -64,9 +60,9 @@ class CudaRecorder:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream = self._streams[device]
-        # All graphs of a `generate` call share their memory. This is safe because they never run at
-        # the same time, and because no graph reads what another has written into this memory:
-        # inputs and buffers are outside of it, and outputs are copied after each replay.
+        # All graphs of a recorder share their memory. This is safe because they never run at the
+        # same time, and because no graph reads what another has written into this memory: inputs
+        # and buffers are outside of it, and outputs are copied after each replay.
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
@@ -165,7 +161,7 @@ class StepGraph:
 
     def __init__(self, model: PreTrainedModel, cache: Any, buffers: AppendBuffers) -> None:
         self._model, self._cache, self._buffers = model, cache, buffers
-        self._recorder = RECORDERS[model.device.type]()
+        self._recorder: Any = None
         self._obstacle, self._new_tokens = "", 0
         self._captured: dict[int, _CapturedPass] = {}  # by their numbers of tokens
         self._times: Counter[int] = Counter()  # how often a pass has read each number of tokens
@@ -231,8 +227,9 @@ class StepGraph:
         tokens = self._new_tokens
         if self._obstacle or tokens > CAPTURED_TOKENS:
             return False
-        # A capture takes the time of two to three eager passes. Every decode step is repeated; of
-        # the numbers of drafts, some come only once, and those that come again often do.
+        # A capture takes about as long as two to three eager passes. A decode step reads one token
+        # each time. With drafts, some numbers of tokens come only once, so a number is captured
+        # when it comes again: most of those come often.
         least = 2 if self._cache.prompt_state.verifies_drafts else 1
         self._times[tokens] += 1
         if self._times[tokens] < least:
@@ -265,6 +262,9 @@ class StepGraph:
         Returns:
             Why the pass cannot be captured; an empty string if it was captured.
         """
+        # Memory that no graph uses any more cannot be shared with a new one.
+        if not self._captured:
+            self._recorder = RECORDERS[self._model.device.type]()
         queries = (layer.queries.held for layer in self._cache.prompt_state.layers)
         changed = [held for held in queries if held is not None]
         before = [held.clone() for held in changed]

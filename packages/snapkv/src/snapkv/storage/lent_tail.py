@@ -48,8 +48,8 @@ class UsedSlots:
 
     def remove(self, tokens: int) -> None:
         """Count the last `tokens` tokens as removed."""
-        self.on_device.sub_(tokens)
         self._tokens, self.drafts = self.tokens - tokens, self.drafts - tokens
+        self.on_device.sub_(tokens)
 
 
 class LentTail(Tail):
