@@ -176,6 +176,20 @@ def test_buffers_are_replaced_once_for_queries_of_long_passes(case, passes):
     assert max(map(captured.count, captured)) <= 2
 
 
+@needs_compiled_drafts
+def test_masks_of_captured_passes_begin_behind_tokens_that_were_read():
+    model, offsets = tiny_model("llama"), []
+    cache = CompressedCache(model, POLICY)
+
+    def compare(*_):
+        offsets.append(cache.get_query_offset())
+        assert int(offsets[-1]) == cache.get_seq_length()
+        return torch.zeros(1) > 0
+
+    generated(model, cache, repeating(), stopping_criteria=[compare], **LOOKUP)
+    assert sum(isinstance(offset, torch.Tensor) for offset in offsets) > 5
+
+
 @pytest.mark.parametrize("method", ["drop", "reorder_cache", "release_append_buffers", "crop"])
 @pytest.mark.parametrize("case", ["snapkv", "recall", "int8"])
 def test_change_of_cache_between_pass_and_rejection_affects_next_token(case, method):

@@ -9,7 +9,7 @@ are computed in this module only.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from snapkv import ops
 from snapkv.cache.rows import RowRecord, per_row
 from snapkv.policies.spans import Spans
+
+Count = TypeVar("Count", int, Tensor)
+"""A number of tokens or slots: an int, or a tensor while the device counts recorded steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +75,16 @@ class SlotMap(RowRecord):
         """Return how many slots a prompt of `prompt_tokens` tokens takes after its compression."""
         return prompt_tokens if self.kept is None else self.chosen_slots
 
-    def count_columns(self, slots: int) -> int:
+    def count_columns(self, slots: Count) -> Count:
         """Count the columns of a layer that has `slots` slots."""
         return self.start + slots - self.chosen_slots
 
-    def count_seen(self, slots: int) -> int:
-        """Count the tokens that a layer with `slots` slots has seen."""
+    def count_seen(self, slots: Count) -> Count:
+        """Count the tokens that a layer with `slots` slots has seen.
+
+        Args:
+            slots: an int, or a tensor if the device counts. The result has the same type.
+        """
         return self.removed_tokens + self.count_columns(slots)
 
     @property

@@ -48,6 +48,7 @@ from snapkv.policies.default import adapt_to_question
 from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
+from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens, Recall
 from snapkv.storage.uncompressed import AbsentLayer
 from snapkv.validation import path_of, plain_number, require_int
@@ -577,8 +578,8 @@ class CompressedCache(Cache):
         """
         layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
-        if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
-            return layer.slots.count_seen(layer.store.unmasked_slots + count)
+        if isinstance(layer, CompressedLayer) and isinstance(tail := layer.store.tail, LentTail):
+            return layer.slots.count_seen(layer.store.unmasked_slots + tail.start)
         return super().get_query_offset(layer_idx)
 
     # Methods for users.

@@ -74,6 +74,11 @@ class LentTail(Tail):
         return self._first + self._used.tokens
 
     @property
+    def start(self) -> Tensor:
+        """The number of tokens before the forward pass that runs now, () int64 on the device."""
+        return self._used.on_device + self._first
+
+    @property
     def drafts(self) -> int:
         return self._used.drafts
 
