@@ -61,11 +61,11 @@ _SEEDED = r"""
 
 = snapkv/cache/layer.py
 @ a branch votes by the queries of the steps that go on without it | hf/test_step_graph.py
--        self.queries.own(drafts)
--        self.store.finalize_step(drafts)
-+        self.store.finalize_step(drafts)
+-        self.queries.own(tail.drafts)
+-        self.store.finalize_step(tail.drafts)
++        self.store.finalize_step(tail.drafts)
 @ drafts that may be rejected are quantized | hf/test_captured_drafts.py
--        self.store.finalize_step(drafts)
+-        self.store.finalize_step(tail.drafts)
 +        self.store.finalize_step()
 @ a branch keeps room that nobody takes back | hf/test_step_graph.py
 -        copied.release_append_buffer()

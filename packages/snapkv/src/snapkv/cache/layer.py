@@ -18,7 +18,7 @@ from snapkv.policies.spans import Spans
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
-from snapkv.storage.lent_tail import UsedSlots
+from snapkv.storage.lent_tail import LentTail, UsedSlots
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
@@ -404,15 +404,14 @@ class CompressedLayer(DynamicLayer):
 
         Does nothing if there is no fixed buffer.
         """
-        if not self.store.has_room:
+        if not isinstance(tail := self.store.tail, LentTail):
             return
-        drafts = self.store.tail.drafts
         self.store.leave_room()
         if isinstance(self.store, RaggedStore) and self.store.was_dense:
             self._hold_dense(self.store)
         self._seen_tokens = self.slots.count_seen(self.store.slots)
-        self.queries.own(drafts)
-        self.store.finalize_step(drafts)
+        self.queries.own(tail.drafts)
+        self.store.finalize_step(tail.drafts)
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
         """Replace the stored tokens and their slots, and update the number of tokens seen.

@@ -409,7 +409,7 @@ class CompressedCache(Cache):
         """
         count, has_restored = count_to_remove(tokens_to_remove), False
         seen, steps = self.prompt_state.seen_tokens, step_graph.running(self)
-        if steps is None or not steps.remove_drafts(count):
+        if steps is None or not steps.buffers.remove_drafts(count):
             self.release_append_buffers()
             has_restored = take_back(self.layers, count)
         self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)

@@ -157,10 +157,13 @@ class StepGraph:
         model: the model whose passes are captured.
         cache: the `CompressedCache` that the passes read and write.
         buffers: allocates and releases the append buffers of the cache.
+
+    Attributes:
+        buffers: the argument.
     """
 
     def __init__(self, model: PreTrainedModel, cache: Any, buffers: AppendBuffers) -> None:
-        self._model, self._cache, self._buffers = model, cache, buffers
+        self._model, self._cache, self.buffers = model, cache, buffers
         self._recorder: Any = None
         self._obstacle, self._new_tokens = "", 0
         self._captured: dict[int, _CapturedPass] = {}  # by their numbers of tokens
@@ -177,24 +180,20 @@ class StepGraph:
             new_tokens: how many tokens the pass reads.
         """
         self._new_tokens = new_tokens
-        if self._obstacle or self._buffers.have_room(new_tokens):
+        if self._obstacle or self.buffers.have_room(new_tokens):
             return
-        obstacle = _obstacle(self._model) or self._buffers.obstacle
+        obstacle = _obstacle(self._model) or self.buffers.obstacle
         if obstacle:
             self._run_eagerly(obstacle)
             self.close()
         else:
             self._captured.clear()
-            self._buffers.allocate(new_tokens)
+            self.buffers.allocate(new_tokens)
 
     def close(self) -> None:
         """Release the append buffers and the captured graphs, for example after `generate`."""
-        self._buffers.release()
+        self.buffers.release()
         self._captured.clear()
-
-    def remove_drafts(self, tokens: int) -> bool:
-        """Remove rejected drafts in place; see `AppendBuffers.remove_drafts`."""
-        return self._buffers.remove_drafts(tokens)
 
     def __call__(self, **inputs: Any) -> Any:
         """Run a pass, by replaying the captured pass over as many tokens if there is one.
@@ -206,7 +205,7 @@ class StepGraph:
             The output of the model, with tensors that later passes do not overwrite.
         """
         leaves, spec = tree_flatten(inputs)
-        with self._buffers.counting(self._new_tokens):
+        with self.buffers.counting(self._new_tokens):
             if self._is_captured(leaves, spec):
                 return self._captured[self._new_tokens](leaves)
             with forward_context.step():
@@ -236,7 +235,7 @@ class StepGraph:
             return False
         if tokens in self._captured and self._captured[tokens].kinds == _kinds(leaves, spec):
             return True
-        if not self._buffers.is_lent:
+        if not self.buffers.is_lent:
             obstacle = "the cache has no append buffers for the step"
         else:
             obstacle = _obstacle(self._model) or self._capture(leaves, spec)

@@ -80,6 +80,7 @@ class LentTail(Tail):
 
     @property
     def drafts(self) -> int:
+        """How many of the last tokens may be rejected drafts; see `UsedSlots`."""
         return self._used.drafts
 
     @property

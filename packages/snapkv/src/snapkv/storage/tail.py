@@ -26,16 +26,11 @@ class Tail:
     Attributes:
         keys: (B, H, S, D), the keys that are passed to attention; None while empty.
         values: (B, H, S, Dv), the values that are passed to attention; None while empty.
-        count: () int64 on the device, how many of the S slots the last append has left written; None
-            if all have been.
+        count: () int64 on the device, how many of the S slots have been written after the last
+            append; None if all have.
     """
 
     count: Tensor | None = None
-
-    @property
-    def drafts(self) -> int:
-        """The number of tokens at the end that may be rejected drafts, if the tail counts them."""
-        return 0
 
     def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         self.keys: Any = keys
