@@ -96,18 +96,16 @@ class AppendBuffers:
     def counting(self, new_tokens: int) -> Iterator[None]:
         """Count the tokens of the forward pass in this block, if it writes into the buffers.
 
-        If the pass fails, the cache is marked as broken, because the layers may hold the queries of
-        different tokens.
+        If the pass fails, only the layers that it has reached count them, so that the next pass is
+        refused.
         """
         if not self.is_lent:
             yield
             return
-        try:
-            with self._used.counting(new_tokens):
-                yield
-        except BaseException:
-            self._prompt_state.is_broken = True
-            raise
+        with self._used.counting(new_tokens):
+            yield
+        for tail in self._tails:
+            tail.count = None
 
     def remove_drafts(self, tokens: int) -> bool:
         """Remove the last `tokens` tokens in place, if they are drafts of the last pass.

@@ -71,6 +71,8 @@ class LentTail(Tail):
 
     @property
     def tokens(self) -> int:
+        if self.count is not None:  # the pass that runs now has appended its tokens
+            return int(self.count)
         return self._first + self._used.tokens
 
     @property
@@ -91,8 +93,8 @@ class LentTail(Tail):
     def append(self, keys: Tensor, values: Tensor, *, in_place: bool = True) -> Pair:
         """Write new tokens into the next free slots, and return the whole buffers.
 
-        The caller must make sure that there are enough free slots, and count the tokens after all
-        layers have stored them.
+        The caller must make sure that there are enough free slots. When the pass ends, it must
+        count the tokens in `UsedSlots` and set `count` to None.
 
         Args:
             keys: (B, H, N, D).
