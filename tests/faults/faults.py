@@ -61,8 +61,11 @@ _SEEDED = r"""
 
 = snapkv/cache/layer.py
 @ a branch votes by the queries of the steps that go on without it | hf/test_step_graph.py
--        self.queries.own()
--        self.store.finalize_step()
+-        self.queries.own(tail.drafts)
+-        self.store.finalize_step(tail.drafts)
++        self.store.finalize_step(tail.drafts)
+@ drafts that may be rejected are quantized | hf/test_captured_drafts.py
+-        self.store.finalize_step(tail.drafts)
 +        self.store.finalize_step()
 @ a branch keeps room that nobody takes back | hf/test_step_graph.py
 -        copied.release_append_buffer()
@@ -72,8 +75,11 @@ _SEEDED = r"""
 
 = snapkv/cache/queries.py
 @ replayed queries do not vote with the next turn | hf/test_step_graph.py
--held.copy_(torch.cat([held
-+(torch.cat([held
+-held.copy_(last_tokens(
++(last_tokens(
+@ queries of rejected drafts vote with the next turn | hf/test_captured_drafts.py
+-held.copy_(held.roll(tokens, dims=2))
++pass
 
 = snapkv/cache/read_ids.py
 @ ids of a part that was taken back in the middle stay | hf/test_read_ids.py
@@ -536,17 +542,23 @@ _SEEDED = r"""
 
 = snapkv/hf/append_buffers.py
 @ room that runs out is not made larger | hf/test_step_graph.py
--        return self._free >= 0 and is_lent
-+        return is_lent
+-fits = is_lent and self._used.tokens + new_tokens <= self._used.slots
++fits = is_lent
 @ a step goes on as recorded where the cache was changed | hf/test_step_graph.py
--        return self._free >= 0 and is_lent
-+        return self._free >= 0
-@ drafts are recorded as one token is | hf/test_step_graph.py
--        if prompt_state.verifies_drafts:
-+        if False:
+-fits = is_lent and self._used
++fits = self._used
+@ rejected drafts stay in buffers of recorded passes | hf/test_captured_drafts.py
+-            self._used.remove(tokens)
++            pass
+@ a rejected draft gives up what was recorded | hf/test_captured_drafts.py
+-if not self.is_lent or tokens >= max(1, self._used.drafts):
++if not self.is_lent or tokens:
+@ older queries are missing after a long draft | hf/test_captured_drafts.py
+-        return fits and queries.can_write_back(new_tokens - 1)
++        return fits
 
 = snapkv/hf/step_graph.py
-@ the step that is tried fills a slot | hf/test_step_graph.py
+@ queries of the step that is tried vote | hf/test_step_graph.py
 -                held.copy_(states)
 +                pass
 @ all steps hand out the same output | hf/test_step_graph.py
@@ -755,8 +767,17 @@ _SEEDED = r"""
 -states.new_zeros(
 +states.new_ones(
 @ a token with room is written over the one before | storage/test_lent_tail.py
--self.count.add_(new_tokens)
-+self.count.add_(0)
+-self.on_device.add_(tokens)
++self.on_device.add_(0)
+@ masks begin behind the tokens in front of the buffer | hf/test_captured_drafts.py
+-return self._used.on_device + self._first
++return self._used.on_device * 0 + self._first
+@ a rejected token stays in its slot | storage/test_lent_tail.py
+-states[:, :, self.tokens : self.tokens + slots] = 0
++pass
+@ the number of tokens is frozen in what is recorded | hf/test_captured_drafts.py
+-used, self._tokens = self.tokens, None
++used = self.tokens
 
 = snapkv/storage/offload.py
 @ a later turn is offloaded together with what is there | cache/test_recall.py

@@ -12,6 +12,7 @@ from snapkv import CompressedCache
 # After drafts were verified, transformers' own sliding layers make a mask of the wrong width for
 # several tokens at once, with or without this library.
 SLIDING_LAYERS_CRASH_AFTER_DRAFTS = version.parse(transformers.__version__) < version.parse("5.23")
+DRAFTS_ARE_COMPILED = version.parse(transformers.__version__) >= version.parse("5.24")
 
 VOCABULARY = 128
 

@@ -92,6 +92,27 @@ def test_captured_steps_give_same_tokens_as_eager_steps(family, policy, quantize
         assert cache.report()["steps"] == "one graph"
 
 
+@pytest.mark.parametrize("made", [{}, {"turns": "compress"}, {"quantize": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "policy", [POLICY, AdaKV(POLICY), FullCache()], ids=["even", "uneven", "full"]
+)
+@pytest.mark.parametrize("first_tokens", [256, 8])
+def test_captured_drafts_give_same_tokens_as_eager_drafts(policy, made, first_tokens, monkeypatch):
+    monkeypatch.setattr(append_buffers, "FIRST_TOKENS", first_tokens)
+    model, ids = on_cuda("llama", "sdpa", torch.float32), (random_ids(1, PROMPT) % 9 + 3).cuda()
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    for drafts in ({"prompt_lookup_num_tokens": 6}, {"prompt_lookup_num_tokens": 12}):
+        caches, answers = [], []
+        for more in ({}, {"disable_compile": True}):
+            caches.append(cache := CompressedCache(model, policy, **made))
+            options |= {"max_matching_ngram_size": 1, **drafts}
+            answers.append(model.generate(ids, past_key_values=cache, **options, **more))
+        assert torch.equal(*answers)
+        assert "graph" in caches[0].report()["steps"]
+        for layer in caches[0].compressed_layers:
+            assert torch.equal(*(cache.kept_positions(layer) for cache in caches))
+
+
 class Asking(LlamaRMSNorm):
     """A norm that reads a number, which is detected before capture begins."""
 

@@ -18,6 +18,7 @@ from snapkv.policies.spans import Spans
 from snapkv.storage.base import TokenStore
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.dense import DenseStore
+from snapkv.storage.lent_tail import LentTail, UsedSlots
 from snapkv.storage.offload import OffloadedTokens
 from snapkv.storage.ragged import Counts
 from snapkv.storage.ragged_store import CodedStore, RaggedStore
@@ -216,10 +217,7 @@ class CompressedLayer(DynamicLayer):
 
     @property
     def seen_tokens(self) -> int:
-        """The number of tokens that the layer has seen, evicted and dropped ones included.
-
-        It is an int, or a tensor while the device counts the tokens of recorded steps.
-        """
+        """The number of tokens that the layer has seen, evicted and dropped ones included."""
         return self.slots.count_seen(self.store.slots) if self.store.has_room else self._seen_tokens
 
     @property
@@ -388,28 +386,32 @@ class CompressedLayer(DynamicLayer):
 
     # Memory for the decode steps of one `generate`, which may be replayed without Python.
 
-    def allocate_append_buffer(self, tokens: int) -> None:
-        """Allocate an append buffer of fixed address and size for the next `tokens` tokens.
+    def allocate_append_buffer(self, used: UsedSlots, draft_tokens: int) -> None:
+        """Allocate an append buffer of fixed address and size for the next tokens.
 
         Until `release_append_buffer`, new tokens are written into this buffer.
+
+        Args:
+            used: how many free slots the buffer has; it counts the tokens in them.
+            draft_tokens: how many tokens of a pass may be removed again.
         """
-        self.store = self.store.with_room(tokens, self.slots.leading_padding)
+        self.store = self.store.with_room(used, self.slots.leading_padding)
         self.slots = self.slots.without_padding()
-        self.queries.own()
+        self.queries.own(draft_tokens)
 
     def release_append_buffer(self) -> None:
         """Replace the fixed append buffer by one that grows.
 
         Does nothing if there is no fixed buffer.
         """
-        if not self.store.has_room:
+        if not isinstance(tail := self.store.tail, LentTail):
             return
         self.store.leave_room()
         if isinstance(self.store, RaggedStore) and self.store.was_dense:
             self._hold_dense(self.store)
         self._seen_tokens = self.slots.count_seen(self.store.slots)
-        self.queries.own()
-        self.store.finalize_step()
+        self.queries.own(tail.drafts)
+        self.store.finalize_step(tail.drafts)
 
     def replace_tokens(self, store: TokenStore, slots: SlotMap) -> None:
         """Replace the stored tokens and their slots, and update the number of tokens seen.

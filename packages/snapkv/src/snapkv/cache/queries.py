@@ -119,14 +119,35 @@ class QueryMemory:
             queries: (B, Hq, Q, D).
         """
         if (held := self.held) is not None:
-            held.copy_(torch.cat([held[:, :, queries.shape[2] :], queries], dim=2))
+            held.copy_(last_tokens(self._after_held(queries), held.shape[2]))
 
-    def own(self) -> None:
-        """Replace the held queries by a copy of `last` that no other layer shares.
+    def own(self, draft_tokens: int) -> None:
+        """Replace the held queries by a copy that no other layer shares.
 
         A replayed step writes into this copy.
+
+        Args:
+            draft_tokens: how many more queries than `last` to hold, since these tokens may be
+                removed. If there are too few, zeros take the places of the oldest ones.
         """
-        self.held = None if self.last is None else self.last.clone()
+        if self.held is not None:
+            tokens = self.history_tokens + draft_tokens
+            held = last_tokens(self.held, tokens)
+            self.held = torch.nn.functional.pad(held, (0, 0, tokens - held.shape[2], 0))
+
+    def can_write_back(self, tokens: int) -> bool:
+        """Return whether enough queries are held to remove those of the last `tokens` tokens."""
+        return self.held is None or self.held.shape[2] >= self.history_tokens + tokens
+
+    def write_back(self, tokens: int) -> None:
+        """Remove the queries of the last `tokens` tokens, without making a new tensor.
+
+        They must be from the last pass, and not all of it. Does nothing if no queries are held.
+        """
+        # The rejected queries move to the front. Every pass drops more queries there than can be
+        # rejected of it, so they never reach the last `history_tokens`.
+        if (held := self.held) is not None:
+            held.copy_(held.roll(tokens, dims=2))
 
     # When the cache changes.
 

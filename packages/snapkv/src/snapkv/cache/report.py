@@ -48,8 +48,9 @@ class CacheReport(dict[str, Any]):
         bits: how many layers store their keys and values in each number of bits, the most frequent
             number first. The bits are such as "16", or "8/4" for keys and values. It is empty
             before the first token.
-        steps: how `generate` has decoded if it was to replay recorded steps: "one graph", or
-            "eager: " followed by what cannot be recorded; None otherwise.
+        steps: how `generate` has decoded if it was to replay recorded steps: "one graph"; or, for
+            example, "4 graphs" if passes of four lengths were recorded to verify drafts; or
+            "eager: " followed by what cannot be recorded. None otherwise.
         layers: one dictionary for each layer of the model, with `layer`, `kind`, `seen_tokens`,
             `kept_tokens`, `held_bytes` and `full_bytes`, and for compressed layers `lost_votes`.
             `kind` is "compressed", or the class name of a transformers cache layer that is not

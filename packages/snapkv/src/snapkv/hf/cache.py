@@ -48,6 +48,7 @@ from snapkv.policies.default import adapt_to_question
 from snapkv.policies.spans import Span, Spans
 from snapkv.storage import uncompressed
 from snapkv.storage.bits import Bits, KVCodes, Quantize
+from snapkv.storage.lent_tail import LentTail
 from snapkv.storage.offload import OffloadedTokens, Recall
 from snapkv.storage.uncompressed import AbsentLayer
 from snapkv.validation import path_of, plain_number, require_int
@@ -298,6 +299,7 @@ class CompressedCache(Cache):
                 "For example, pass torch.tensor([0, 2])",
             )
         if not torch.equal(places, torch.arange(len(places))):
+            self.release_append_buffers()
             for layer in self.layers:
                 if getattr(layer, "keys", None) is not None:
                     _bring_forward(layer, places, tokens)
@@ -413,10 +415,11 @@ class CompressedCache(Cache):
                 many tokens. The cache is unchanged then.
             InvalidTypeError: `tokens_to_remove` is not an integer.
         """
-        count = count_to_remove(tokens_to_remove)
-        self.release_append_buffers()
-        seen = self.prompt_state.seen_tokens
-        has_restored = take_back(self.layers, count)
+        count, has_restored = count_to_remove(tokens_to_remove), False
+        seen, steps = self.prompt_state.seen_tokens, step_graph.running(self)
+        if steps is None or not steps.buffers.remove_drafts(count):
+            self.release_append_buffers()
+            has_restored = take_back(self.layers, count)
         self.prompt_state.forget_taken_back(seen, chooses_again=has_restored)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -583,8 +586,8 @@ class CompressedCache(Cache):
         """
         layer_idx = self._asked_of.get(layer_idx, layer_idx)
         layer = self.layers[layer_idx]
-        if isinstance(layer, CompressedLayer) and (count := layer.store.tail.count) is not None:
-            return layer.slots.count_seen(layer.store.unmasked_slots + count)
+        if isinstance(layer, CompressedLayer) and isinstance(tail := layer.store.tail, LentTail):
+            return layer.slots.count_seen(layer.store.unmasked_slots + tail.start)
         return super().get_query_offset(layer_idx)
 
     # Methods for users.

@@ -1,4 +1,4 @@
-"""Decode steps that are captured once per `generate` call and replayed for every later token.
+"""Forward passes that are captured in a `generate` call and replayed for every later token.
 
 An eager decode step of a large model keeps a GPU waiting for Python, which launches some 1,500
 kernels one by one. A CUDA graph launches all of them at once. A graph contains addresses and not
@@ -12,6 +12,7 @@ import contextlib
 import logging
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from snapkv.hf import forward_context
-from snapkv.hf.append_buffers import AppendBuffers
+from snapkv.hf.append_buffers import CAPTURED_TOKENS, AppendBuffers
 from snapkv.hf.cache_argument import cache_among, with_cache
 from snapkv.validation import first_line
 
@@ -36,7 +37,7 @@ _COLLECTING = "transformers.utils.output_capturing"  # the hooks of this module 
 
 
 class Recorder(Protocol):
-    """An object that captures the work of a decode step on one kind of device."""
+    """An object that captures the work of forward passes on one kind of device."""
 
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Run the operations of this block on the stream of the capture, to warm up a step."""
@@ -59,6 +60,10 @@ class CudaRecorder:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream = self._streams[device]
+        # All graphs of a recorder share their memory. This is safe because they never run at the
+        # same time, and because no graph reads what another has written into this memory: inputs
+        # and buffers are outside of it, and outputs are copied after each replay.
+        self._pool = torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -69,18 +74,21 @@ class CudaRecorder:
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         try:
-            replay: Callable[[], None] = self._captured(step).replay
+            replay: Callable[[], None] = self._captured(step, self._pool).replay
         except RuntimeError:
-            self._captured(lambda: None)  # ends the capture state of the random number generator
+            # This ends the capture state of the random number generator. The shared memory may
+            # still be reserved for the capture that failed.
+            self._captured(lambda: None, None)
             raise
         return replay
 
-    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             # With "thread_local", other threads may use the device during the capture.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            options = {"pool": pool, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, stream=self._stream, **options):
                 step()
         return graph
 
@@ -137,127 +145,179 @@ class _HostReadError(Exception):
 
 
 class StepGraph:
-    """The captured decode step of one `generate` call, which is called like the model.
+    """The captured passes of one `generate` call, which are called like the model.
+
+    A decode step reads one token; a pass that verifies drafts reads several. Each number of tokens
+    has a graph of its own.
 
     It is used for one call only, because weights, hooks, settings and the buffers of the cache
     could change between two calls. The cache has fixed append buffers for the same time.
 
     Args:
-        model: the model whose decode steps are captured.
-        cache: the `CompressedCache` that the steps read and write.
+        model: the model whose passes are captured.
+        cache: the `CompressedCache` that the passes read and write.
         buffers: allocates and releases the append buffers of the cache.
+
+    Attributes:
+        buffers: the argument.
     """
 
     def __init__(self, model: PreTrainedModel, cache: Any, buffers: AppendBuffers) -> None:
-        self._model, self._cache, self._buffers = model, cache, buffers
-        self._obstacle: str | None = None
-        self._input_kinds: Any = None  # shapes, dtypes and other constants of a step's inputs
-        self._held: list[Tensor] = []  # input tensors at the addresses that the graph reads
-        self._output: Any = None
-        self._replay: Callable[[], None] | None = None
+        self._model, self._cache, self.buffers = model, cache, buffers
+        self._recorder: Any = None
+        self._obstacle, self._new_tokens = "", 0
+        self._captured: dict[int, _CapturedPass] = {}  # by their numbers of tokens
+        self._times: Counter[int] = Counter()  # how often a pass has read each number of tokens
         _running[cache] = weakref.ref(self)
         weakref.finalize(self, buffers.release).atexit = False
 
     def expect(self, new_tokens: int) -> None:
-        """Make room for the next decode step in the append buffers, before its mask is made.
+        """Make room for the next pass in the append buffers, before its mask is made.
 
-        If the step cannot be captured, the buffers are released and the step will run eagerly.
+        If no pass can be captured, the buffers are released and the pass will run eagerly.
 
         Args:
-            new_tokens: how many tokens the step reads.
+            new_tokens: how many tokens the pass reads.
         """
-        if self._obstacle or self._buffers.use_slots(new_tokens):
+        self._new_tokens = new_tokens
+        if self._obstacle or self.buffers.have_room(new_tokens):
             return
-        obstacle = _obstacle(self._model) or self._buffers.obstacle
+        obstacle = _obstacle(self._model) or self.buffers.obstacle
         if obstacle:
             self._run_eagerly(obstacle)
             self.close()
         else:
-            self._buffers.allocate(new_tokens)
-            self._input_kinds = None
+            self._captured.clear()
+            self.buffers.allocate(new_tokens)
 
     def close(self) -> None:
-        """Release the append buffers and the captured graph, for example after `generate`."""
-        self._buffers.release()
-        self._input_kinds = self._replay = None
+        """Release the append buffers and the captured graphs, for example after `generate`."""
+        self.buffers.release()
+        self._captured.clear()
 
     def __call__(self, **inputs: Any) -> Any:
-        """Run a decode step, by replaying the captured step if there is one.
+        """Run a pass, by replaying the captured pass over as many tokens if there is one.
 
         Args:
             inputs: the keyword arguments of the model.
 
         Returns:
-            The output of the model, with tensors that later steps do not overwrite.
+            The output of the model, with tensors that later passes do not overwrite.
         """
         leaves, spec = tree_flatten(inputs)
-        kinds = spec, [_kind(leaf) for leaf in leaves]
-        if kinds != self._input_kinds and not self._obstacle:
-            self._input_kinds = kinds
-            self._begin(leaves, spec)
-        if self._replay is None:
+        with self.buffers.counting(self._new_tokens):
+            if self._is_captured(leaves, spec):
+                return self._captured[self._new_tokens](leaves)
             with forward_context.step():
                 made = self._model(**inputs)
+        if self._obstacle:
             self.close()
-            return made
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for held, tensor in zip(self._held, tensors, strict=True):
-            held.copy_(tensor)
-        self._replay()
-        return tree_map_only(Tensor, torch.clone, self._output)
+        return made
 
-    def _begin(self, leaves: list[Any], spec: Any) -> None:
-        """Capture a step with these inputs. If that is not possible, log why and run eagerly.
+    def _is_captured(self, leaves: list[Any], spec: Any) -> bool:
+        """Return whether the next pass can be replayed, after capturing it if that is worth it.
+
+        If it cannot be captured, the reason is logged, and all passes run eagerly from now on.
 
         Args:
-            leaves: the inputs of the step, flattened.
+            leaves: the inputs of the pass, flattened.
             spec: the structure of the inputs.
         """
-        if not _counts(self._cache):
+        tokens = self._new_tokens
+        if self._obstacle or tokens > CAPTURED_TOKENS:
+            return False
+        # A capture takes about as long as two to three eager passes. A decode step reads one token
+        # each time. With drafts, some numbers of tokens come only once, so a number is captured
+        # when it comes again: most of those come often.
+        least = 2 if self._cache.prompt_state.verifies_drafts else 1
+        self._times[tokens] += 1
+        if self._times[tokens] < least:
+            return False
+        if tokens in self._captured and self._captured[tokens].kinds == _kinds(leaves, spec):
+            return True
+        if not self.buffers.is_lent:
             obstacle = "the cache has no append buffers for the step"
         else:
-            obstacle = _obstacle(self._model) or self._record(leaves, spec)
+            obstacle = _obstacle(self._model) or self._capture(leaves, spec)
         if obstacle:
             self._run_eagerly(obstacle)
         else:
-            self._obstacle, _said[self._cache] = None, "one graph"
+            graphs = sum(times >= least for times in self._times.values())
+            _said[self._cache] = "one graph" if graphs == 1 else f"{graphs} graphs"
+        return not obstacle
 
     def _run_eagerly(self, obstacle: str) -> None:
         self._obstacle, _said[self._cache] = obstacle, f"eager: {obstacle}"
-        self._held, self._output, self._replay = [], None, None
+        self._captured.clear()
         _log.info("decoding steps run eagerly: %s", obstacle)
 
-    def _record(self, leaves: list[Any], spec: Any) -> str:
-        """Capture a step with these inputs. The tokens in the cache are the same afterwards.
+    def _capture(self, leaves: list[Any], spec: Any) -> str:
+        """Capture a pass with these inputs. The tokens in the cache are the same afterwards.
 
         Args:
-            leaves: the inputs of the step, flattened.
+            leaves: the inputs of the pass, flattened.
             spec: the structure of the inputs.
 
         Returns:
-            Why the step cannot be captured; an empty string if it was captured.
+            Why the pass cannot be captured; an empty string if it was captured.
         """
-        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._held = [leaf for leaf in own if isinstance(leaf, Tensor)]
-        inputs = tree_unflatten(own, spec)
-
-        def step() -> None:
-            self._output = self._model(**inputs)
-
-        recorder = RECORDERS[self._model.device.type]()
-        changed = _written_over(self._cache)
+        # Memory that no graph uses any more cannot be shared with a new one.
+        if not self._captured:
+            self._recorder = RECORDERS[self._model.device.type]()
+        queries = (layer.queries.held for layer in self._cache.prompt_state.layers)
+        changed = [held for held in queries if held is not None]
         before = [held.clone() for held in changed]
         try:
-            with forward_context.step(is_recording=True):
-                with recorder.side_stream(), HostReads():  # type: ignore[no-untyped-call] # torch's
-                    step()
-                self._replay = recorder.record(step)
+            captured = _CapturedPass(self._recorder, self._model, leaves, spec)
         except (_HostReadError, RuntimeError) as error:
             return f"a step of {type(self._model).__name__} {first_line(error)}"
         finally:
             for held, states in zip(changed, before, strict=True):
                 held.copy_(states)
+        self._captured[self._new_tokens] = captured
         return ""
+
+
+class _CapturedPass:
+    """A forward pass that was captured with some inputs, and is replayed with others of their kind.
+
+    Args:
+        recorder: captures the pass.
+        model: the model.
+        leaves: the inputs of the pass, flattened.
+        spec: the structure of the inputs.
+
+    Attributes:
+        kinds: the structure, shapes, dtypes and constants of the inputs.
+
+    Raises:
+        _HostReadError: the pass reads a number from the device.
+        RuntimeError: the pass cannot be captured for another reason.
+    """
+
+    def __init__(
+        self, recorder: Recorder, model: PreTrainedModel, leaves: list[Any], spec: Any
+    ) -> None:
+        self.kinds = _kinds(leaves, spec)
+        # The graph reads its inputs at the addresses of these copies.
+        self._inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inputs = tree_unflatten(self._inputs, spec)
+
+        def step() -> None:
+            self._output = model(**inputs)
+
+        with forward_context.step(is_recording=True):
+            with recorder.side_stream(), HostReads():  # type: ignore[no-untyped-call] # torch's
+                step()
+            self._replay = recorder.record(step)
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        """Replay the pass with other inputs, and return a copy of its output."""
+        for held, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(held, Tensor):
+                held.copy_(leaf)
+        self._replay()
+        return tree_map_only(Tensor, torch.clone, self._output)
 
 
 _said: "weakref.WeakKeyDictionary[Cache, str]" = weakref.WeakKeyDictionary()
@@ -267,7 +327,8 @@ def described(cache: Cache) -> str | None:
     """Describe for the report of a cache how its decode steps were run.
 
     Returns:
-        "one graph", or "eager: " followed by the reason; None if no capture has been tried.
+        "one graph", or for example "4 graphs" if passes over four numbers of tokens were captured,
+        or "eager: " followed by the reason; None if no capture has been tried.
     """
     return _said.get(cache)
 
@@ -280,21 +341,12 @@ def running(cache: Cache) -> StepGraph | None:
     return graph() if (graph := _running.get(cache)) else None
 
 
-def _counts(cache: Any) -> list[Tensor]:
-    """Return the scalar tensors that count the used slots of each layer's append buffer."""
-    counts = (layer.store.tail.count for layer in cache.prompt_state.layers)
-    return [count for count in counts if count is not None]
-
-
-def _written_over(cache: Any) -> list[Tensor]:
-    """Return the tensors that a step changes in place, except free slots of the buffers."""
-    queries = (layer.queries.last for layer in cache.prompt_state.layers)
-    return [*_counts(cache), *(held for held in queries if held is not None)]
-
-
-def _kind(leaf: Any) -> Any:
-    """Return the properties of an input that must be equal for a captured step to be replayed."""
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+def _kinds(leaves: list[Any], spec: Any) -> Any:
+    """Return the properties of all inputs that must be equal for a pass to be replayed."""
+    return spec, [
+        (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
 
 
 def _obstacle(model: PreTrainedModel) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from snapkv.ops import TokenCost
 from snapkv.storage.bits import KVCodes
 from snapkv.storage.coded import CodedStates, block_bytes
-from snapkv.storage.lent_tail import LentTail
+from snapkv.storage.lent_tail import LentTail, UsedSlots
 from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.tail import Pair, Tail
 
@@ -233,18 +233,18 @@ class TokenStore(ABC):
         self.keys[..., :sink_tokens, :] = torch.where(moved, turned, sinks)
         return sinks, moved
 
-    def with_room(self, tokens: int, padding: Tensor | None) -> "TokenStore":
+    def with_room(self, used: UsedSlots, padding: Tensor | None) -> "TokenStore":
         """Return a store with an append buffer of fixed address, so that a step can be captured.
 
         New tokens are written into the buffer, see `LentTail`. A dense store returns a ragged one;
         any other store returns itself, changed in place.
 
         Args:
-            tokens: how many more tokens fit into the buffer.
+            used: says how many more tokens fit into the buffer, and counts them.
             padding: (B,) int64, how many leading slots of each row hold no token; None for none.
         """
         del padding  # ragged heads hold none
-        self.tail, self.has_room = LentTail(*self.tail.written, tokens), True
+        self.tail, self.has_room = LentTail(*self.tail.written, used), True
         return self
 
     def leave_room(self) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from snapkv import ops
 from snapkv.storage.base import TokenStore
+from snapkv.storage.lent_tail import UsedSlots
 from snapkv.storage.ragged import Counts, RaggedStates
 from snapkv.storage.ragged_store import RaggedStore
 from snapkv.storage.tail import Tail
@@ -82,14 +83,14 @@ class DenseStore(TokenStore):
         store._hold(lambda states: states[:, :, stays[0, 0, first:]])
         return store
 
-    def with_room(self, tokens: int, padding: Tensor | None) -> TokenStore:
+    def with_room(self, used: UsedSlots, padding: Tensor | None) -> TokenStore:
         """Return a new ragged store that holds all tokens, with an append buffer of fixed address.
 
         See `TokenStore.with_room`. This store does not change.
         """
         store = self.as_ragged(padding, self.slots)
         store.was_dense = True
-        return store.with_room(tokens, None)
+        return store.with_room(used, None)
 
     def as_ragged(self, padding: Tensor | None, tokens: int) -> RaggedStore:
         """Return a new ragged store whose heads hold the first `tokens` tokens.

@@ -26,7 +26,8 @@ class Tail:
     Attributes:
         keys: (B, H, S, D), the keys that are passed to attention; None while empty.
         values: (B, H, S, Dv), the values that are passed to attention; None while empty.
-        count: () int64 on the device, how many of the S slots have been written; None if all have.
+        count: () int64 on the device, how many of the S slots have been written, if a buffer has
+            more slots; None otherwise, and outside of a forward pass.
     """
 
     count: Tensor | None = None
