@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from snapkv_app.library.library import Library
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = ["Library"]
 

@@ -1,3 +1,3 @@
 """The laboratory: what measures, compares and draws. The product does not import it."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

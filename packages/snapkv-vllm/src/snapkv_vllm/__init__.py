@@ -8,4 +8,4 @@ from snapkv_vllm.server import engine_args
 
 __all__ = ["Limits", "ServingSettings", "Sessions", "engine_args"]
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         default_policy,
     )
     from snapkv.storage.bits import KVCodes
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "AcrossLayers",
