@@ -282,6 +282,9 @@ def test_tokens_of_the_question_vote(tiny, answer_start):
         (default_policy(64), 129, default_policy(64)),
         (default_policy(64), None, default_policy(64)),
         (default_policy(64, voters=20), 40, default_policy(64, voters=20)),
+        (default_policy("1.5%"), 40, default_policy("1.5%", voters=40)),
+        (default_policy(20), 9, default_policy(20)),
+        (default_policy(20, voters=16), 40, default_policy(20, voters=16)),
         (SnapKV(64), 40, SnapKV(64)),
         (SnapKV(64, window_reduce="max"), 40, SnapKV(64, window_reduce="max")),
         (StreamingLLM(64), 40, StreamingLLM(64)),
@@ -290,6 +293,17 @@ def test_tokens_of_the_question_vote(tiny, answer_start):
 def test_policy_is_adapted_to_the_question(policy, tokens, asked):
     assert adapt_to_question(policy, tokens) == asked
     assert method_name(asked.describe()) == method_name(policy.describe())
+
+
+@pytest.mark.parametrize(
+    ("budgets", "kept"), [((31, "3%"), (2, 1, 18)), ((32, "3.125%", "1KiB", "auto"), (16, 4, 16))]
+)
+def test_small_budget_of_the_default_method_keeps_a_small_window(budgets, kept):
+    for budget in budgets:
+        votes = default_policy(budget).policy
+        assert (votes.window_size, votes.sink_tokens, votes.query_tokens) == kept, budget
+        assert method_name(default_policy(budget).describe()) == "default"
+        assert default_policy(budget, window_size=8).policy.query_tokens == 8
 
 
 @pytest.mark.parametrize("inside", [0, 2, 7])
