@@ -8,11 +8,15 @@ from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.base import Policy
 from snapkv.policies.budget import AutoBudget, ByteBudget, budget_of
 from snapkv.policies.snapkv import SnapKV
-from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, default_window
+from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW, default_window
 
-MOST_VOTERS = 128
-"""The largest number of tokens of a question that all vote. A longer one probably contains a
-text of its own, which asks nothing."""
+MOST_VOTERS = 1024
+"""The largest number of tokens of a question that all vote, because a cache remembers the queries
+of all voters."""
+
+MOST_CHAT_VOTERS = 128
+"""The largest number of tokens of a chat's last message that all vote. A longer one probably
+contains a text of its own, which asks nothing."""
 
 _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
 """Parameters for a text that is compressed before its question is known. Its votes are pooled to
@@ -81,7 +85,7 @@ def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
     """Return the default method, changed so that all tokens of the question vote.
 
     The voters are all tokens from the question's first one to the prompt's end, but no fewer than
-    the window, because a question may name what it asks for well before its end.
+    `SMALL_WINDOW`, because a question may name what it asks for well before its end.
 
     Args:
         policy: any policy. It counts as the default method if it differs from it only in its
@@ -100,7 +104,7 @@ def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
     usual = default_policy(budget_of(votes)).policy
     if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
         return policy
-    voters: Any = {"voters": max(question_tokens, votes.query_tokens)}
+    voters: Any = {"voters": max(question_tokens, SMALL_WINDOW)}
     adapted = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
     return adapted if votes is policy else AcrossLayers(adapted)
 
