@@ -240,7 +240,7 @@ def test_hidden_question_is_preceded_by_64_voters(tiny):
     behind = given.prompt_tokens - tokens
     assert given.policy == default_policy(48, voters=max(16, behind)).describe()
     text = prompt.token_ids(tiny.tokenizer)[:, :tokens]
-    cache = read(tiny.model, default_policy(48, voters=64, pooling="max"), text)
+    cache = read(tiny.model, default_policy(48, voters=64, pooling="max", window_size=2), text)
     for layer in cache.compressed_layers:
         for found, expected in zip(
             ends[0].cache.kept_positions(layer)[0], cache.kept_positions(layer)[0], strict=True
@@ -296,7 +296,7 @@ def test_policy_is_adapted_to_the_question(policy, tokens, asked):
 
 
 @pytest.mark.parametrize(
-    ("budgets", "kept"), [((31, "3%"), (2, 1, 18)), ((32, "3.125%", "1KiB", "auto"), (16, 4, 16))]
+    ("budgets", "kept"), [((63, "6.2%"), (2, 1, 18)), ((64, "6.25%", "1KiB", "auto"), (16, 4, 16))]
 )
 def test_small_budget_of_the_default_method_keeps_a_small_window(budgets, kept):
     for budget in budgets:

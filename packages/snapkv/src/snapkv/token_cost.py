@@ -63,8 +63,7 @@ class TokenCost:
                 together; None if `given` is passed.
             given: the budget in bytes for all layers together; None if `share` is passed.
             own: how many tokens the row's prompt has. The result may be larger.
-            least: how many tokens must be kept; `share` never gives fewer whole blocks than hold
-                them.
+            least: how many tokens must be kept; `share` never gives fewer.
             depth: the index of the layer among those that are compressed, from 0. Lower layers get
                 the blocks that cannot be divided evenly.
             layers: how many layers are compressed.
@@ -85,7 +84,7 @@ class TokenCost:
                 remedy = "Increase the budget, or reduce window_size or sink_tokens"
                 raise wrong("budget", problem, remedy, BudgetTooSmallError)
             # A block costs the same whether it is full or not.
-            return -(-least // self.block_tokens) * self.block_tokens
+            return max(least, least + -least % self.block_tokens - self.spare_tokens)
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
         return more * self.block_tokens - self.spare_tokens
 

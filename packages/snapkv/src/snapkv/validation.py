@@ -24,7 +24,7 @@ DEFAULT = "default"
 SMALL_WINDOW = 16
 """The window size of `DEFAULT`, unless its budget is small, see `default_window`."""
 
-SMALL_BUDGET, SMALL_SHARE = 32, 1 / 32
+SMALL_BUDGET, SMALL_SHARE = 64, 1 / 16
 """The number of tokens and the share of the bytes below which a budget of `DEFAULT` is small."""
 
 AUTO = "auto"
