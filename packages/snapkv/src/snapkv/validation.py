@@ -257,18 +257,18 @@ def default_window(given: Mapping[str, Any], share: float | None = None) -> dict
     they compete with all other tokens.
 
     Args:
-        given: the parameters that the user has set. If the window is among them, nothing is added.
+        given: the parameters that the user has set. If the window is among them, the budget does
+            not matter.
         share: the share of the bytes, if the budget is one.
 
     Returns:
-        Some of "window_size", "sink_tokens" and "voters".
+        "window_size", and also "sink_tokens" and "voters" for a small budget.
     """
-    if "window_size" in given:
-        return {}
     budget = given.get("budget")
     is_small = budget < SMALL_BUDGET if isinstance(budget, int) else (share or 1.0) < SMALL_SHARE
-    small = {"window_size": 2, "sink_tokens": 1, "voters": 2 + SMALL_WINDOW}
-    return small if is_small else {"window_size": SMALL_WINDOW}
+    if is_small and "window_size" not in given:
+        return {"window_size": 2, "sink_tokens": 1, "voters": 2 + SMALL_WINDOW}
+    return {"window_size": SMALL_WINDOW}
 
 
 def code_bits(word: str) -> tuple[int, int] | None:
