@@ -93,7 +93,7 @@ def test_all_question_tokens_vote_with_default_policy(tokens):
         kept.append([cache.kept_positions(layer).tolist() for layer in cache.compressed_layers])
         if question_tokens:
             assert_as_if_read_together(model, inputs, [(answer, cache)])
-    assert (kept[0] != kept[1]) == (16 < tokens <= 128)  # else it says nothing
+    assert kept[0] != kept[1]  # else it says nothing
 
 
 def test_questions_leave_document_unchanged_and_conversation_can_follow():

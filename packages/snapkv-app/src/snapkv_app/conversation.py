@@ -15,6 +15,7 @@ from snapkv.hf.placement import device_of
 from snapkv.hf.support import Turns
 from snapkv.kvzip import require_one_reading
 from snapkv.policies import POLICIES, EvictingPolicy, Policy
+from snapkv.policies.default import MOST_CHAT_VOTERS
 from snapkv.policies.spans import Span
 from snapkv.storage.bits import Quantize
 from snapkv.storage.offload import Recall
@@ -126,7 +127,8 @@ class Conversation:
         ids, parts, asked = self._with(question)
         require_positions(self._loaded, ids.shape[1], self._settings)
         before = copy.copy(self.cache)
-        self.cache.expect_question(asked.question_tokens(self._loaded.tokenizer))
+        tokens = asked.question_tokens(self._loaded.tokenizer)
+        self.cache.expect_question(None if tokens and tokens > MOST_CHAT_VOTERS else tokens)
         try:
             found, self._ids = answer_ids(
                 self._loaded,

@@ -240,7 +240,7 @@ def test_hidden_question_is_preceded_by_64_voters(tiny):
     behind = given.prompt_tokens - tokens
     assert given.policy == default_policy(48, voters=max(16, behind)).describe()
     text = prompt.token_ids(tiny.tokenizer)[:, :tokens]
-    cache = read(tiny.model, default_policy(48, voters=64, pooling="max"), text)
+    cache = read(tiny.model, default_policy(48, voters=64, pooling="max", window_size=2), text)
     for layer in cache.compressed_layers:
         for found, expected in zip(
             ends[0].cache.kept_positions(layer)[0], cache.kept_positions(layer)[0], strict=True
@@ -278,10 +278,13 @@ def test_tokens_of_the_question_vote(tiny, answer_start):
         (default_policy(64), 40, default_policy(64, voters=40)),
         (default_policy(64).policy, 40, default_policy(64, voters=40).policy),
         (default_policy(64), 9, default_policy(64, voters=16)),
-        (default_policy(64), 128, default_policy(64, voters=128)),
-        (default_policy(64), 129, default_policy(64)),
+        (default_policy(64), 1024, default_policy(64, voters=1024)),
+        (default_policy(64), 1025, default_policy(64)),
         (default_policy(64), None, default_policy(64)),
         (default_policy(64, voters=20), 40, default_policy(64, voters=20)),
+        (default_policy("1.5%"), 40, default_policy("1.5%", voters=40)),
+        (default_policy(20), 9, default_policy(20, voters=16)),
+        (default_policy(20, voters=16), 40, default_policy(20, voters=16)),
         (SnapKV(64), 40, SnapKV(64)),
         (SnapKV(64, window_reduce="max"), 40, SnapKV(64, window_reduce="max")),
         (StreamingLLM(64), 40, StreamingLLM(64)),
@@ -290,6 +293,17 @@ def test_tokens_of_the_question_vote(tiny, answer_start):
 def test_policy_is_adapted_to_the_question(policy, tokens, asked):
     assert adapt_to_question(policy, tokens) == asked
     assert method_name(asked.describe()) == method_name(policy.describe())
+
+
+@pytest.mark.parametrize(
+    ("budgets", "kept"), [((63, "6.2%"), (2, 1, 18)), ((64, "6.25%", "1KiB", "auto"), (16, 4, 16))]
+)
+def test_small_budget_of_the_default_method_keeps_a_small_window(budgets, kept):
+    for budget in budgets:
+        votes = default_policy(budget).policy
+        assert (votes.window_size, votes.sink_tokens, votes.query_tokens) == kept, budget
+        assert method_name(default_policy(budget).describe()) == "default"
+        assert default_policy(budget, window_size=8).policy.query_tokens == 8
 
 
 @pytest.mark.parametrize("inside", [0, 2, 7])

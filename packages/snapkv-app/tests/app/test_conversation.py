@@ -57,6 +57,8 @@ def test_tokens_of_each_question_vote_in_its_turn(tiny, recall):
         expected = next_turn(tiny.tokenizer, question).question_tokens(tiny.tokenizer)
         assert tokens == max(16, expected)
         assert by_layer(conversation.cache.policy).voters is None
+    conversation.ask("The road was long. " * 30)  # a message that probably contains a text
+    assert by_layer(conversation.cache.prompt_state.policy).voters is None
 
 
 def test_every_turn_reads_all_tokens_and_stays_within_the_budget(tiny):

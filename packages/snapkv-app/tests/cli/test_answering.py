@@ -274,6 +274,8 @@ def test_low_budget_suggests_a_larger_one(snapkv, tiny_only, document):
 def test_shared_latent_stays_unquantized_with_a_reason():
     latent, other, within = small_model("latent"), small_model("llama"), default_policy("30%")
     assert usual_bits(within, other) == ("K8V4", "")
+    assert usual_bits(default_policy("3%"), other) == ("int4", "")
+    assert usual_bits(default_policy("1KiB"), other) == ("K8V4", "")
     assert usual_bits(within, latent) == (
         None,
         "unquantized, since all heads of this model share one latent",

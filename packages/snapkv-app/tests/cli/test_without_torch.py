@@ -72,7 +72,7 @@ REFUSED = [
     ("chat", "--model", "none.gguf"),
     ("generate", "-p", "x", "--model", "~/no-such-folder"),
     ("demo", "--model", "./none"),
-    ("demo", "--budget", "10"),
+    ("demo", "--budget", "2"),
     ("inspect", "{folder}/a.txt", "-q", "Who?", "--model", "./none"),
     ("library", "add", "{folder}/a.txt", "--to", "{folder}/locked"),
     ("library", "add", "{folder}/a.txt", "--to", "{folder}/new", "--model", "./none"),
@@ -82,7 +82,7 @@ REFUSED = [
     ("serve", "demo"),
 ]
 BAD_METHODS = (
-    "--budget 16",
+    "--budget 2",
     "--window-size 2000 --policy snapkv",
     "--budget auto:lost_vote=2",
     "--decay 0.9 --kernel-size 7",

@@ -111,7 +111,7 @@ def test_other_methods_keep_positions_and_accept_their_own_parameters():
         ({"policy": ["snapkv"]}, "the method must be one of"),
         ({"budget": -1}, "at least 0"),
         ({"budget": 1.5}, "an integer"),
-        ({"budget": 16}, "window_size=16"),
+        ({"budget": 2}, "window_size=2"),
         ({"parameters": {"budget": 64}}, "budget: the method default has only"),
         (
             {"parameters": {"voters": 129}},

@@ -38,8 +38,8 @@ class Document:
     question's tokens, and as many of the document's last tokens as the observation window or the
     padding of a batch reaches back. Questions of a batch share the offloaded document.
 
-    With the default method all tokens of a question vote; if it has more than 128 tokens, only its
-    last 16 do. In a batch every row has as many voters as the longest question needs.
+    With the default method all tokens of a question vote; if it has more than 1,024 tokens, only
+    its last 16 do. In a batch every row has as many voters as the longest question needs.
 
     Args:
         model: a decoder-only transformers model.

@@ -83,7 +83,8 @@ class TokenCost:
                 problem = f"{needed} for {least} tokens of window and sinks, but got {given:,}"
                 remedy = "Increase the budget, or reduce window_size or sink_tokens"
                 raise wrong("budget", problem, remedy, BudgetTooSmallError)
-            return least
+            # A block costs the same whether it is full or not.
+            return max(least, least + -least % self.block_tokens - self.spare_tokens)
         more = -blocks * depth // layers - -blocks * (depth + 1) // layers
         return more * self.block_tokens - self.spare_tokens
 

@@ -8,7 +8,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ DEFAULT = "default"
 """The name of the default method of `snapkv.policies.default`: `AcrossLayers` around `SnapKV`."""
 
 SMALL_WINDOW = 16
-"""The window size of `DEFAULT`."""
+"""The window size of `DEFAULT`, unless its budget is small, see `default_window`."""
+
+SMALL_BUDGET, SMALL_SHARE = 64, 1 / 16
+"""The number of tokens and the share of the bytes below which a budget of `DEFAULT` is small."""
 
 AUTO = "auto"
 """The name of a budget that the votes choose."""
@@ -244,6 +247,28 @@ def byte_budget(text: str) -> dict[str, float | int] | None:
         return {"share": float(amount / 100)}
     base = 1024 if binary else 1000
     return {"bytes": int(amount * base ** " kmgt".index(prefix.lower() or " "))}
+
+
+def default_window(given: Mapping[str, Any], share: float | None = None) -> dict[str, int]:
+    """Return the parameters of `DEFAULT` that depend on its budget.
+
+    A small budget would consist of little else than a window of 16 tokens and 4 sinks. So only the
+    last 2 tokens and 1 sink are always kept of it. The 16 tokens before these 2 still vote, but
+    they compete with all other tokens.
+
+    Args:
+        given: the parameters that the user has set. If the window is among them, the budget does
+            not matter.
+        share: the share of the bytes, if the budget is one.
+
+    Returns:
+        "window_size", and also "sink_tokens" and "voters" for a small budget.
+    """
+    budget = given.get("budget")
+    is_small = budget < SMALL_BUDGET if isinstance(budget, int) else (share or 1.0) < SMALL_SHARE
+    if is_small and "window_size" not in given:
+        return {"window_size": 2, "sink_tokens": 1, "voters": 2 + SMALL_WINDOW}
+    return {"window_size": SMALL_WINDOW}
 
 
 def code_bits(word: str) -> tuple[int, int] | None:

@@ -47,6 +47,9 @@ def worked(cost, tokens, depth=0, pads=(0,)):
         ("100B", CODES, [16, 16]),  # eight blocks of 12
         ("90B", CODES, [16, 12]),  # seven
         ("12%", CODES, [16, 16]),  # of 800 bytes 96, nothing left over
+        ("1%", CODES, [4, 4]),  # less than the block that holds window and sinks, which is filled
+        ("1%", replace(CODES, uneven=True), [3, 3]),  # another token could begin a second block
+        ("1%", BARE, [3, 3]),
     ],
 )
 def test_tokens_of_each_layer_equal_a_worked_example(budget, cost, of_each):

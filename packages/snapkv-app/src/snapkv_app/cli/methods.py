@@ -15,7 +15,7 @@ from snapkv.validation import (
     AUTO,
     DEFAULT,
     FADING_SINKS,
-    SMALL_WINDOW,
+    default_window,
     nearest,
     require_budget,
     require_choice,
@@ -280,7 +280,7 @@ def require_values(name: str, given: Mapping[str, Any]) -> None:
     """
     if name == DEFAULT:  # as `snapkv.policies.default.default_parameters`, which imports torch
         pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
-        given = {"window_size": SMALL_WINDOW, **pooling, **given}
+        given = {**default_window(given), **pooling, **given}
     _require_values(chosen(name, given))
 
 

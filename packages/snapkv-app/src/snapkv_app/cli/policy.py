@@ -12,8 +12,8 @@ from snapkv.validation import AUTO, DEFAULT
 from snapkv_app.cli.methods import Chosen, chosen, parsed, specs, takes_budget
 from snapkv_app.cli.options import PolicyOptions, RunOptions
 
-BITS_WITHIN_BYTES: Bits = "K8V4"
-"""The bits in which the default method stores keys and values if its budget is in bytes."""
+FEW_BYTES = 1 / 32
+"""The share of the bytes below which the default method stores keys and values in int4."""
 
 
 def build_policy(options: PolicyOptions, *, alone: bool = False) -> Policy:
@@ -39,7 +39,8 @@ def usual_bits(
     """Choose the format in which a compressed cache stores keys and values.
 
     The default method quantizes if its budget is in bytes: more tokens fit then, but each decode
-    step takes longer. Any other method does not, and neither do options with `exact_bits`.
+    step takes longer. It uses K8V4, and int4 below `FEW_BYTES`. Any other method does not quantize,
+    and neither do options with `exact_bits`.
 
     Args:
         policy: the policy of the cache.
@@ -51,11 +52,13 @@ def usual_bits(
         the model forbids it, which is empty otherwise.
     """
     is_wanted = options is None or (options.policy == DEFAULT and not options.exact_bits)
-    if not is_wanted or not isinstance(budget_of(policy), ByteBudget):
+    budget = budget_of(policy)
+    if not is_wanted or not isinstance(budget, ByteBudget):
         return None, ""
     if shares_latent(model):
         return None, "unquantized, since all heads of this model share one latent"
-    return BITS_WITHIN_BYTES, ""
+    # In K8V4, 1/64 of 1,024 tokens holds hardly more than one block of 32 tokens in each head.
+    return "int4" if (budget.share or 1.0) < FEW_BYTES else "K8V4", ""
 
 
 def make_policy(name: str, given: dict[str, Any]) -> Policy:

@@ -38,7 +38,7 @@ TAIL = (
     "Please answer in one short sentence, without any introduction, explanation or repetition of "
     "the question, and do not mention anything else that the text above may say."
 )
-SHARES = {"1/32": 1 / 32, "1/16": 1 / 16, "1/8": 1 / 8}
+SHARES = {"1/64": 1 / 64, "1/32": 1 / 32, "1/16": 1 / 16, "1/8": 1 / 8}
 CODES: dict[str, Any] = {
     "as it came": None,
     "int8": KVCodes(8, 8),

@@ -490,9 +490,11 @@ class ServingSettings:
         width = kernel if isinstance(kernel, int) else sum(kernel) + 1
         most = self.max_window_size
         _require_at_most("window_size", count_window_tokens(made), "max_window_size", most)
-        _require_at_most("voters", made.query_tokens, "max_window_size", most)
         _require_at_most("kernel_size", width, "max_kernel_size", self.max_kernel_size)
-        return made if budget is None else method(**merged, budget=budget)
+        # On a small budget, more tokens than the window may vote.
+        made = made if budget is None else method(**merged, budget=budget)
+        _require_at_most("voters", made.query_tokens, "max_window_size", most)
+        return made
 
 
 def _require_tokens(budget: object) -> None:

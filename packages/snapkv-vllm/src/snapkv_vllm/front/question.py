@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from snapkv.policies.default import MOST_VOTERS
+from snapkv.policies.default import MOST_CHAT_VOTERS
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
@@ -33,8 +33,8 @@ def count_question_tokens(
 
     Returns:
         The number of tokens; None if there is no question or it is not in `text`, if it has more
-        than `MOST_VOTERS` tokens to the end of the prompt, or if the tokens cannot be placed in the
-        text; see `count_tokens_from`.
+        than `MOST_CHAT_VOTERS` tokens to the end of the prompt, or if the tokens cannot be placed
+        in the text; see `count_tokens_from`.
     """
     contents = (one.get("content") for one in reversed(messages) if one.get("role") == "user")
     content = next(contents, None)
@@ -42,7 +42,7 @@ def count_question_tokens(
     texts = [part.get("text") for part in reversed(parts) if isinstance(part, Mapping)]
     question = next((one.strip() for one in texts if isinstance(one, str) and one.strip()), None)
     place = -1 if question is None else text.rfind(question)
-    return None if place < 0 else count_tokens_from(tokenizer, text, ids, place, MOST_VOTERS)
+    return None if place < 0 else count_tokens_from(tokenizer, text, ids, place, MOST_CHAT_VOTERS)
 
 
 def count_tokens_from(

@@ -6,13 +6,17 @@ from typing import Any
 
 from snapkv.policies.across_layers import AcrossLayers
 from snapkv.policies.base import Policy
-from snapkv.policies.budget import AutoBudget, ByteBudget
+from snapkv.policies.budget import AutoBudget, ByteBudget, budget_of
 from snapkv.policies.snapkv import SnapKV
-from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW
+from snapkv.validation import AUTO, DEFAULT, LOST_LARGEST_VOTE, SMALL_WINDOW, default_window
 
-MOST_VOTERS = 128
-"""The largest number of tokens of a question that all vote. A longer one probably contains a
-text of its own, which asks nothing."""
+MOST_VOTERS = 1024
+"""The largest number of tokens of a question that all vote, because a cache remembers the queries
+of all voters."""
+
+MOST_CHAT_VOTERS = 128
+"""The largest number of tokens of a chat's last message that all vote. A longer one probably
+contains a text of its own, which asks nothing."""
 
 _BEFORE_A_QUESTION = {"voters": 64, "pooling": "max", "decay": None, "sink_tokens": None}
 """Parameters for a text that is compressed before its question is known. Its votes are pooled to
@@ -23,10 +27,10 @@ the text looks at."""
 def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of the `SnapKV` policy that the default method uses.
 
-    Of all queries and heads its largest vote counts. A `kernel_size` asks for pooling over
-    neighbours, so it replaces fading. If these votes choose the budget, it gets a higher bound on
-    lost votes than `AutoBudget` has otherwise, because the largest vote is higher than a mean over
-    the window.
+    Of all queries and heads its largest vote counts. If the budget is small, almost no window is
+    kept (`snapkv.validation.default_window`). A `kernel_size` asks for pooling over neighbours, so
+    it replaces fading. If these votes choose the budget, it gets a higher bound on lost votes than
+    `AutoBudget` has otherwise, because the largest vote is higher than a mean over the window.
 
     Args:
         given: the parameters that the user has set; they replace those of the default. They are not
@@ -34,15 +38,27 @@ def default_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         A new dictionary of keyword arguments for `SnapKV`.
+
+    Raises:
+        InvalidArgumentError: a budget in bytes is out of range.
     """
     pooling = {} if given.get("kernel_size") is not None else {"pooling": "fading"}
     largest = {"window_reduce": "max", "group_reduce": "max"}
-    found = {"window_size": SMALL_WINDOW, **pooling, **largest, **given}
+    found = {**_window(given), **pooling, **largest, **given}
     budget = found.get("budget")
     auto = {} if budget == AUTO else budget.get(AUTO) if isinstance(budget, dict) else None
     if auto is not None and found["window_reduce"] == "max":
         found["budget"] = {AUTO: {"lost_vote": LOST_LARGEST_VOTE, **auto}}
     return found
+
+
+def _window(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parameters of the default method that depend on its budget.
+
+    Raises:
+        InvalidArgumentError: a budget in bytes is out of range.
+    """
+    return default_window(given, getattr(ByteBudget.read(given.get("budget")), "share", None))
 
 
 def default_policy(
@@ -69,7 +85,7 @@ def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
     """Return the default method, changed so that all tokens of the question vote.
 
     The voters are all tokens from the question's first one to the prompt's end, but no fewer than
-    the window, because a question may name what it asks for well before its end.
+    `SMALL_WINDOW`, because a question may name what it asks for well before its end.
 
     Args:
         policy: any policy. It counts as the default method if it differs from it only in its
@@ -82,12 +98,13 @@ def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
         A new policy; `policy` itself if it is not the default method, or if `question_tokens` is
         None or more than `MOST_VOTERS`.
     """
-    votes, usual = by_layer(policy), default_policy().policy
+    votes = by_layer(policy)
     if question_tokens is None or question_tokens > MOST_VOTERS or not isinstance(votes, SnapKV):
         return policy
+    usual = default_policy(budget_of(votes)).policy
     if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
         return policy
-    voters: Any = {"voters": max(question_tokens, votes.window_size)}
+    voters: Any = {"voters": max(question_tokens, SMALL_WINDOW)}
     adapted = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
     return adapted if votes is policy else AcrossLayers(adapted)
 
@@ -111,8 +128,10 @@ def method_name(described: Mapping[str, Any]) -> str:
         described: what `Policy.describe` returned.
     """
     usual, own = default_policy().describe(), described.get("policy")
-    free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}
-    if isinstance(own, Mapping) and {**described, "policy": {**own, **free}} == usual:
-        return DEFAULT
+    if isinstance(own, Mapping):
+        free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}
+        usual["policy"] |= _window({"budget": own.get("budget")}) | free
+        if {**described, "policy": {**own, **free}} == usual:
+            return DEFAULT
     name = str(described["name"])
     return f"{name}, fading" if described.get("pooling") == "fading" else name
