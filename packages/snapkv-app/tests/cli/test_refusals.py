@@ -113,7 +113,7 @@ REFUSED = {
         ("--budgets ,", "budgets: expected whole numbers separated by commas, but got ','"),
         ("--budgets 64,,128", "budgets: expected whole numbers separated by commas, but got"),
         (f"--budgets {MANY}", "budgets: expected at most 12 budgets, but got 13"),
-        ("--budgets 8", "budget: expected"),
+        ("--budgets 2", "budget: expected"),
         ("--policy fastgen --budgets 64", "budget: this is not a parameter of fastgen"),
         ("--beside @many", "beside: the budget of '@many' is not valid (budget: "),
         ("--beside full@64", "beside: the method already has a budget"),

@@ -41,8 +41,8 @@ def test_correct_settings_and_unrelated_fields_are_accepted(body):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"vllm_xargs": {"snapkv_budget": 3}}, "snapkv_budget: expected a value above window_size"),
-        ({"sampling_params": {"extra_args": {"snapkv_budget": 3}}}, "expected a value above"),
+        ({"vllm_xargs": {"snapkv_budget": 2}}, "snapkv_budget: expected a value above window_size"),
+        ({"sampling_params": {"extra_args": {"snapkv_budget": 2}}}, "expected a value above"),
         ({"snapkv_budget": 64}, 'Write "vllm_xargs": {"snapkv_budget": ...}'),
         ({"SnapKV-Budget": 64}, 'SnapKV-Budget: .* Write "vllm_xargs": {"snapkv_budget": ...}'),
         *(
