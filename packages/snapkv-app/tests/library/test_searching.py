@@ -158,7 +158,7 @@ def test_searches_during_adds_find_every_earlier_document(tmp_path):
         seen = [each.result() for each in asked]
     assert all(len(each) >= len(bm25(drawn_texts(2), QUESTION)) for each in seen)
     assert {f"late{number}" for number in range(8)} <= found(library).keys()
-    with sqlite3.connect(folder.index_file) as index:
+    with closing(sqlite3.connect(folder.index_file)) as index, index:
         (documents,) = index.execute("select count(*) from documents").fetchone()
     assert documents == len(library.documents)
     assert library.verify() == []

@@ -6,6 +6,7 @@ import re
 import sqlite3
 import threading
 import unicodedata
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -112,7 +113,9 @@ class Passages:
                         "search will create it again"
                     )
         with self._lock, explained():
-            self._memory = self._memory or Index(":memory:", self._folder, self._on_notice)
+            if self._memory is None:
+                self._memory = Index(":memory:", self._folder, self._on_notice)
+                weakref.finalize(self, self._memory.close)  # or Python 3.13 and newer warn
             self._memory.update()
             return ask(self._memory)
 

@@ -11,7 +11,7 @@ import pytest
 from snapkv.errors import SnapKVError
 from snapkv_vllm.admission.settings import ServingSettings
 
-WRONG = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 3}}
+WRONG = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 2}}
 RIGHT = {"prompt": "a", "stream": True, "vllm_xargs": {"snapkv_budget": 300}}
 JSON = {"Content-Type": "application/json"}
 
@@ -70,7 +70,7 @@ def test_wrong_settings_get_a_400_and_correct_bodies_are_unchanged(client):
     refused = client.post("/raw", json=WRONG)
     assert refused.status_code == 400
     assert refused.json()["detail"].startswith(
-        "snapkv_budget: expected a value above window_size=16"
+        "snapkv_budget: expected a value above window_size=2"
     )
 
 

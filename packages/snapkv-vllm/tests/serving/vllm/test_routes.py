@@ -92,7 +92,7 @@ def test_settings_are_checked_or_refused_at_every_generating_endpoint(paths):
     settings = ServingSettings(budget=512, sessions=Sessions())
     for path in paths - OTHERS - FORMS:
         with pytest.raises(SnapKVError, match="snapkv_budget: "):
-            require_settings({"vllm_xargs": {"snapkv_budget": 3}}, settings, path)
+            require_settings({"vllm_xargs": {"snapkv_budget": 2}}, settings, path)
         right = {"vllm_xargs": {"snapkv_budget": 64}}
         if path in ENDPOINTS_WITHOUT_XARGS:
             with pytest.raises(SnapKVError, match="ignore"):

@@ -139,7 +139,7 @@ BODIES = {
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
     "/invocations": {"prompt": "Hi", "max_tokens": 2},
 }
-WRONG = {"vllm_xargs": {"snapkv_budget": 3}}
+WRONG = {"vllm_xargs": {"snapkv_budget": 2}}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
