@@ -189,9 +189,7 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
     # Base models may pass the cache on in `**kwargs`. An encoder does so, too, and then ignores it
     # if its family also has decoders, which `is_decoder` tells apart.
     takers = [model] if hasattr(config, "is_decoder") else model.modules()
-    if not getattr(model, "can_generate", lambda: True)() and not any(
-        takes_cache(module.forward) for module in takers
-    ):
+    if not getattr(model, "can_generate", lambda: True)() and not takes_cache(takers):
         raise wrong(
             "model",
             f"expected a decoder-only model, but got {name}, whose forward takes no cache",

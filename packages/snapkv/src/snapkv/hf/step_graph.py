@@ -268,7 +268,7 @@ class StepGraph:
         before = [held.clone() for held in changed]
         try:
             # torch captures what runs on the current GPU, which need not be the model's.
-            with torch.cuda.device_of(next(self._model.parameters())):
+            with torch.cuda.device_of(next(self._model.parameters())):  # type: ignore[no-untyped-call]
                 # Memory that no graph uses any more cannot be shared with a new one.
                 if not self._captured:
                     self._recorder = RECORDERS[self._model.device.type]()

@@ -131,9 +131,9 @@ def method_name(described: Mapping[str, Any]) -> str:
     usual, own = default_policy().describe(), described.get("policy")
     if isinstance(own, Mapping):
         free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}
-        windows = ({}, _window({"budget": own.get("budget")}))  # the first one is that of 0.3.0
-        usuals = [{**usual, "policy": usual["policy"] | window | free} for window in windows]
-        if {**described, "policy": {**own, **free}} in usuals:
+        small = {**usual, "policy": usual["policy"] | _window({"budget": own.get("budget")}) | free}
+        # In release 0.3.0, a small budget had the usual window.
+        if {**described, "policy": {**own, **free}} in (usual, small):
             return DEFAULT
     name = str(described["name"])
     return f"{name}, fading" if described.get("pooling") == "fading" else name
