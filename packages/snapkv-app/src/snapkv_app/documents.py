@@ -285,8 +285,8 @@ def _read_mail(name: str, data: bytes) -> Reading:
             text, losses = _shown_text(text)
     is_page = message.get_content_type() == "multipart/related"  # its parts are pictures and styles
     is_file = body is None and not message.is_multipart()
-    others = [message] if is_file else [] if is_page else [*message.iter_attachments()]
-    others += (part for part in message.walk() if part.is_attachment() and part not in others)
+    others = dict.fromkeys([message] if is_file else [] if is_page else message.iter_attachments())
+    others |= dict.fromkeys(part for part in message.walk() if part.is_attachment())
     names = ", ".join(part.get_filename() or part.get_content_type() for part in others)
     if names:
         losses.append(f"it has attachments, which are not read ({names})")

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from transformers import DynamicCache
@@ -285,6 +286,8 @@ def test_tokens_of_the_question_vote(tiny, answer_start):
         (default_policy("1.5%"), 40, default_policy("1.5%", voters=40)),
         (default_policy(20), 9, default_policy(20, voters=16)),
         (default_policy(20, voters=16), 40, default_policy(20, voters=16)),
+        # as in a file of release 0.3.0
+        (default_policy(20, window_size=16), 40, default_policy(20, window_size=16, voters=40)),
         (SnapKV(64), 40, SnapKV(64)),
         (SnapKV(64, window_reduce="max"), 40, SnapKV(64, window_reduce="max")),
         (StreamingLLM(64), 40, StreamingLLM(64)),
@@ -296,7 +299,8 @@ def test_policy_is_adapted_to_the_question(policy, tokens, asked):
 
 
 @pytest.mark.parametrize(
-    ("budgets", "kept"), [((63, "6.2%"), (2, 1, 18)), ((64, "6.25%", "1KiB", "auto"), (16, 4, 16))]
+    ("budgets", "kept"),
+    [((63, numpy.int64(63), "6.2%"), (2, 1, 18)), ((64, "6.25%", "1KiB", "auto"), (16, 4, 16))],
 )
 def test_small_budget_of_the_default_method_keeps_a_small_window(budgets, kept):
     for budget in budgets:

@@ -19,7 +19,7 @@ from pypdf.generic import ArrayObject, DecodedStreamObject, FloatObject, NumberO
 from pypdf.generic import TextStringObject as Letters
 
 from snapkv.errors import DocumentError
-from snapkv_app import document_process, text_files
+from snapkv_app import document_process, documents, text_files
 from snapkv_app.hidden_text import _NOT_COMPUTED
 from tests.app.hostile_documents import open_document
 from tests.app.test_text_files import named, noted, write_pdf
@@ -272,6 +272,19 @@ def test_file_inside_an_alternative_or_in_place_of_a_body_is_named_in_a_warning(
     for message, name in ((nested, "terms.pdf"), (whole, "scan.pdf")):
         _, (line,) = noted(saved(tmp_path, "mail.eml", bytes(message)))
         assert line.endswith(f"it has attachments, which are not read ({name})")
+
+
+def test_time_to_name_attachments_grows_with_their_number(monkeypatch):
+    compared = []
+    monkeypatch.setattr(EmailMessage, "__eq__", lambda *two: compared.append(1) or two[0] is two[1])
+    monkeypatch.setattr(EmailMessage, "__hash__", object.__hash__)
+    message = letter(Subject="Gate")
+    message.set_content("At nine.")
+    for _ in range(40):
+        message.add_attachment("more", filename="terms.txt")
+    _, (loss,) = documents._read_mail("mail.eml", bytes(message))
+    assert loss.count("terms.txt") == 40
+    assert len(compared) < 40
 
 
 def test_saved_page_is_read_like_the_page_itself(tmp_path):

@@ -39,7 +39,8 @@ class Document:
     padding of a batch reaches back. Questions of a batch share the offloaded document.
 
     With the default method all tokens of a question vote; if it has more than 1,024 tokens, only
-    its last 16 do. In a batch every row has as many voters as the longest question needs.
+    its last 16 do, or 18 with a small budget. In a batch every row has as many voters as the
+    longest question needs.
 
     Args:
         model: a decoder-only transformers model.

@@ -264,7 +264,7 @@ def default_window(given: Mapping[str, Any], share: float | None = None) -> dict
     Returns:
         "window_size", and also "sink_tokens" and "voters" for a small budget.
     """
-    budget = given.get("budget")
+    budget = plain_number(given.get("budget"))
     is_small = budget < SMALL_BUDGET if isinstance(budget, int) else (share or 1.0) < SMALL_SHARE
     if is_small and "window_size" not in given:
         return {"window_size": 2, "sink_tokens": 1, "voters": 2 + SMALL_WINDOW}

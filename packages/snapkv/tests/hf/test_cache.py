@@ -14,6 +14,7 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
+    LlamaModel,
 )
 
 from snapkv import (
@@ -259,6 +260,20 @@ def test_model_that_would_ignore_the_cache_is_refused():
     )
     with pytest.raises(UnsupportedModelError, match="BertForMaskedLM, whose forward"):
         CompressedCache(model, POLICY)
+
+
+class _PassingOn(LlamaModel):
+    """A base model whose `forward` takes the cache in `**kwargs`, as some composite ones do."""
+
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+def test_base_model_that_passes_the_cache_on_by_keyword_is_compressed():
+    model, ids = _PassingOn(tiny_config("llama")).eval(), random_ids(1, 60)
+    cache = CompressedCache(model, POLICY)
+    model(ids, past_key_values=cache)
+    assert cache.report().kept_tokens == POLICY.budget
 
 
 def test_attention_that_votes_cannot_reproduce_is_refused():

@@ -339,3 +339,17 @@ def test_assistant_model_may_draft_with_compressed_cache_of_its_own(monkeypatch)
     vars(assistant)["generate"] = generate
     as_eager(model, random_ids(1, 60), assistant_model=assistant, max_new_tokens=40)
     assert len(its) == 2
+
+
+@needs_compiled_drafts
+def test_last_pass_and_more_can_be_removed_after_generate():
+    """The last pass has one token more than the queries that its removal needs at least."""
+    model, ids, caches = tiny_model("llama"), random_ids(1, 60, seed=5) % 5 + 3, []
+    lookup = LOOKUP | {"prompt_lookup_num_tokens": CAPTURED_TOKENS, "max_new_tokens": 31}
+    for options in ({}, {"disable_compile": True}):
+        caches.append(cache := CompressedCache(model, POLICY, turns="compress"))
+        generated(model, cache, ids, **lookup, **options)
+    cache, eager = caches
+    cache.crop(-4)
+    eager.crop(-4)
+    torch.testing.assert_close(cache.layers[0].queries.held, eager.layers[0].queries.held)

@@ -1,8 +1,10 @@
 """Captured decode steps give the tokens of eager steps, or the report says why none is captured."""
 
+import contextlib
 import copy
 import functools
 import gc
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -415,3 +417,34 @@ def test_step_is_captured_while_progress_of_reading_is_reported():
         generated(model, cache, ids)
     assert cache.report()["steps"] == "one graph"
     assert told[-1] == (60, 60)
+
+
+def test_steps_are_captured_while_gpu_of_model_is_current(monkeypatch):
+    """torch captures an empty graph if the model is on a GPU that is not the current one."""
+    current, seen, record = [], [], TapeRecorder.record
+
+    @contextlib.contextmanager
+    def device_of(states):
+        current.append(states.device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(
+        TapeRecorder, "record", lambda *given: seen.extend(current) or record(*given)
+    )
+    model = tiny_model("llama")
+    generated(model, CompressedCache(model, POLICY), random_ids(1, 60))
+    assert seen == [model.device]
+
+
+def test_side_stream_is_waited_for_after_step_that_cannot_be_captured(monkeypatch):
+    streams = {name: Mock() for name in ("side", "current")}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams["current"])
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setitem(step_graph.CudaRecorder._streams, 0, streams["side"])
+    with pytest.raises(MemoryError), step_graph.CudaRecorder().side_stream():
+        raise MemoryError
+    streams["current"].wait_stream.assert_called_once_with(streams["side"])

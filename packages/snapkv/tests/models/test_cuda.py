@@ -190,3 +190,16 @@ def test_captured_steps_match_eager_steps_after_append_buffer_is_full(monkeypatc
             model.generate(ids, past_key_values=cache, disable_compile=disable_compile, **options)
         )
     assert torch.equal(*answers)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_steps_of_model_on_second_device_are_captured_there():
+    model, ids = on_cuda("llama", "sdpa", torch.float32).to("cuda:1"), random_ids(2, PROMPT)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    answers = []
+    for disable_compile in (False, True):
+        cache = CompressedCache(model, POLICY)
+        options |= {"past_key_values": cache, "disable_compile": disable_compile}
+        answers.append(model.generate(ids.to("cuda:1"), **options))
+        assert cache.report()["steps"] == (None if disable_compile else "one graph")
+    assert torch.equal(*answers)

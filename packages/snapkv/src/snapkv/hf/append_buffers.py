@@ -90,7 +90,8 @@ class AppendBuffers:
         is_lent, queries = self.is_lent, self._prompt_state.layers[0].queries
         self._taken_back += bool(self._tails) and not is_lent
         fits = is_lent and self._used.tokens + new_tokens <= self._used.slots
-        return fits and queries.can_write_back(new_tokens - 1)
+        # A single token is no draft, and is not removed in place.
+        return fits and queries.can_write_back(new_tokens if new_tokens > 1 else 0)
 
     @contextlib.contextmanager
     def counting(self, new_tokens: int) -> Iterator[None]:

@@ -186,7 +186,10 @@ def _require_decoder(model: PreTrainedModel, config: Any) -> None:
             "Use a decoder-only model instead",
             UnsupportedModelError,
         )
-    if not getattr(model, "can_generate", lambda: True)() and not takes_cache(model.forward):
+    # Base models may pass the cache on in `**kwargs`. An encoder does so, too, and then ignores it
+    # if its family also has decoders, which `is_decoder` tells apart.
+    takers = [model] if hasattr(config, "is_decoder") else model.modules()
+    if not getattr(model, "can_generate", lambda: True)() and not takes_cache(takers):
         raise wrong(
             "model",
             f"expected a decoder-only model, but got {name}, whose forward takes no cache",

@@ -623,8 +623,8 @@ class CompressedCache(Cache):
             question_tokens: the number of tokens from the first one of the question to the end of
                 the prompt: these tokens vote, but never fewer than the last 16. 0 means that the
                 prompt contains no question yet: its last 64 tokens vote. None (unknown) or a
-                number above 1,024: the last 16 tokens vote, because the cache remembers the queries
-                of all voters.
+                number above 1,024: the last 16 tokens vote, or 18 with a small budget. The number
+                is limited because the cache remembers the queries of all voters.
 
         Raises:
             InvalidArgumentError: `question_tokens` is negative.

@@ -4,9 +4,10 @@ In older releases it is `past_key_values`, a name that newer ones also accept fo
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.nn import Module
 from transformers.masking_utils import create_causal_mask
 
 _NAMES = ("cache", "past_key_values")
@@ -18,9 +19,10 @@ def passed(cache: Any) -> dict[str, Any]:
     return {_NAME: cache}
 
 
-def takes_cache(function: Callable[..., Any]) -> bool:
-    """Return whether a function names an argument for the cache, under either of its names."""
-    return not inspect.signature(function).parameters.keys().isdisjoint(_NAMES)
+def takes_cache(modules: Iterable[Module]) -> bool:
+    """Return whether the `forward` of a module has an argument for the cache, under either name."""
+    taken = (inspect.signature(module.forward).parameters for module in modules)
+    return any(not names.keys().isdisjoint(_NAMES) for names in taken)
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:

@@ -68,9 +68,11 @@ class CudaRecorder:
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         try:
@@ -261,14 +263,16 @@ class StepGraph:
         Returns:
             Why the pass cannot be captured; an empty string if it was captured.
         """
-        # Memory that no graph uses any more cannot be shared with a new one.
-        if not self._captured:
-            self._recorder = RECORDERS[self._model.device.type]()
         queries = (layer.queries.held for layer in self._cache.prompt_state.layers)
         changed = [held for held in queries if held is not None]
         before = [held.clone() for held in changed]
         try:
-            captured = _CapturedPass(self._recorder, self._model, leaves, spec)
+            # torch captures what runs on the current GPU, which need not be the model's.
+            with torch.cuda.device_of(next(self._model.parameters())):  # type: ignore[no-untyped-call]
+                # Memory that no graph uses any more cannot be shared with a new one.
+                if not self._captured:
+                    self._recorder = RECORDERS[self._model.device.type]()
+                captured = _CapturedPass(self._recorder, self._model, leaves, spec)
         except (_HostReadError, RuntimeError) as error:
             return f"a step of {type(self._model).__name__} {first_line(error)}"
         finally:

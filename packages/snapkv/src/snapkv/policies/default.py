@@ -101,8 +101,9 @@ def adapt_to_question(policy: Policy, question_tokens: int | None) -> Policy:
     votes = by_layer(policy)
     if question_tokens is None or question_tokens > MOST_VOTERS or not isinstance(votes, SnapKV):
         return policy
-    usual = default_policy(budget_of(votes)).policy
-    if replace(votes, budget=usual.budget, keep_ratio=None) != usual:
+    # In files of release 0.3.0, a small budget has the window of a large one.
+    usual = [default_policy(budget).policy for budget in (None, budget_of(votes))]
+    if all(replace(votes, budget=one.budget, keep_ratio=None) != one for one in usual):
         return policy
     voters: Any = {"voters": max(question_tokens, SMALL_WINDOW)}
     adapted = replace(votes, **(voters if question_tokens else _BEFORE_A_QUESTION))
@@ -130,8 +131,9 @@ def method_name(described: Mapping[str, Any]) -> str:
     usual, own = default_policy().describe(), described.get("policy")
     if isinstance(own, Mapping):
         free = {name: usual["policy"][name] for name in ("budget", "keep_ratio", "voters")}
-        usual["policy"] |= _window({"budget": own.get("budget")}) | free
-        if {**described, "policy": {**own, **free}} == usual:
+        small = {**usual, "policy": usual["policy"] | _window({"budget": own.get("budget")}) | free}
+        # In release 0.3.0, a small budget had the usual window.
+        if {**described, "policy": {**own, **free}} in (usual, small):
             return DEFAULT
     name = str(described["name"])
     return f"{name}, fading" if described.get("pooling") == "fading" else name
