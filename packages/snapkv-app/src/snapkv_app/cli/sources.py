@@ -253,8 +253,8 @@ class FilesSource(PromptSource):
         if (tokens := choice.choose(most).tokens) > limit.tokens:
             raise wrong(
                 "passages",
-                f"expected at least the {tokens:,} tokens of the best passage and the question, but "
-                f"got {limit.tokens}",
+                f"expected at least the {tokens:,} tokens of the best passage and the question, "
+                f"but got {limit.tokens}",
                 f"Use --passages {tokens}",
             )
         if tokens > FEWEST_TOKENS:
