@@ -167,7 +167,7 @@ def test_limit_below_one_passage_is_refused_with_the_limit_that_works(
     asked = ("ask", long, *QUESTION, "--max-new-tokens", 1, "--passages")
     said = refused(*asked, "10")
     assert re.search(
-        r"passages: expected at least the \d+ tokens of the best passage and the question, but got 10",
+        r"passages: expected at least the \d+ tokens of .* the question, but got 10",
         said,
     )
     done = snapkv(*asked, re.search(r"Use --passages (\d+)\.", said)[1])
