@@ -178,7 +178,7 @@ def load_settings(
 
 
 def chosen_device(name: str) -> torch.device:
-    """Return the device with a name; "auto" means the GPU with CUDA if there is one, else the CPU.
+    """Return the device that has a name. "auto" is the GPU with CUDA, or the CPU if there is none.
 
     Raises:
         InvalidArgumentError: torch has no such device on this machine.

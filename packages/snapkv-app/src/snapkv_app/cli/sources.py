@@ -71,7 +71,7 @@ class Source(ABC):
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits in which the cache stores keys and values, and a reason.
+        """The bits in which the cache stores keys and values, and why the default does not apply.
 
         The bits are None for an unquantized cache. The reason is empty, except if the default
         quantization is impossible.
@@ -396,7 +396,7 @@ class LibrarySource(Source):
 
     @property
     def bits(self) -> tuple[Bits | None, str]:
-        """The bits in which the cache stores keys and values, and a reason.
+        """The bits in which the cache stores keys and values, and why the default does not apply.
 
         The bits are None for an unquantized cache. The reason is empty, except if the default
         quantization is impossible. That is also so if compressed documents are joined without being

@@ -244,7 +244,7 @@ def test_published_scores_are_returned_for_the_papers_models():
             "snapkv@4096": 0.4238,
             "h2o@4096": 0.4045,
         },
-        abs=5.1e-5,  # rounded to four digits, and sums differ between releases of Python
+        abs=5e-5 + 1e-12,  # two sums lie at the edge, and differ in their last bit between Pythons
     )
     assert published["full"]["narrativeqa"] == pytest.approx(0.2682)
     assert published["h2o@4096"]["repobench-p"] == pytest.approx(0.511)

@@ -193,10 +193,10 @@ class CompressedCache(Cache):
             UnsupportedModelError: the model has more layers than its configuration says, or adds
                 layers to the cache, or transformers would not pass the cache to its layers.
         """
-        if layer_idx >= len(self.layers):
+        if layer_idx >= self._layer_count:  # a model may have added layers to `self.layers`
             raise wrong(
                 "model",
-                f"the configuration of the model says that it has {len(self.layers)} layers, but "
+                f"the configuration of the model says that it has {self._layer_count} layers, but "
                 f"got keys of layer {layer_idx}",
                 "Set config.num_hidden_layers to the number of layers, and make the cache again",
                 UnsupportedModelError,
@@ -204,14 +204,6 @@ class CompressedCache(Cache):
         layer, new_tokens = self.layers[layer_idx], key_states.shape[-2]
         if layer_idx <= self._first:
             self._require_coming(new_tokens, rows=len(key_states))
-        if layer_idx >= self._layer_count:
-            raise wrong(
-                "model",
-                f"{self.setup.model} has added layers to the cache, since it runs some of its "
-                "layers several times for each token",
-                "Use the default cache of transformers for this model",
-                UnsupportedModelError,
-            )
         if not isinstance(layer, CompressedLayer):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             uncompressed.free_dropped_tokens(layer, new_tokens)

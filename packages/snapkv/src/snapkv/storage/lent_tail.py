@@ -82,7 +82,7 @@ class LentTail(Tail):
 
     @property
     def drafts(self) -> int:
-        """How many of the last tokens may be rejected drafts; see `UsedSlots`."""
+        """How many of the last tokens may be rejected; see the attributes of `UsedSlots`."""
         return self._used.drafts
 
     @property
